@@ -1,0 +1,1 @@
+"""Shared code of the recipes: arguments, launching, sharding, data, the training loop, evaluation and export."""

@@ -1,0 +1,359 @@
+"""Arguments of every recipe: defaults < preset (--config) < flags."""
+
+import dataclasses
+import difflib
+import math
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Literal, NoReturn, TypeVar
+
+import yaml
+from transformers import HfArgumentParser
+
+
+class UserError(ValueError):
+    """A mistake in a flag, a file or a configuration: shown as one line, without a traceback; exit code 2."""
+
+
+def arg(default: Any, help: str) -> Any:
+    """Field of an argument dataclass."""
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass
+class RunArguments:
+    _argument_group_name: ClassVar[str] = "run"
+
+    output_dir: str | None = arg(None, "Folder of the run (default: runs/<preset>).")
+    overwrite_output_dir: bool = arg(False, "Start afresh in a folder that holds another run; its files are replaced.")
+    seed: int = arg(42, "Seed of initial weights, data order and dropout.")
+    max_steps: int = arg(-1, "Optimizer steps; -1: as many as --num_train_epochs needs; 0: evaluate and stop.")
+    num_train_epochs: float = arg(1.0, "Passes over the training data; ignored when --max_steps is given.")
+    report_to: str = arg("none", "Trackers besides metrics.jsonl: none, wandb, tensorboard, or both with a comma.")
+    resume_from_checkpoint: str | None = arg(None, "latest, or the folder of a checkpoint, to go on from.")
+    run_name: str | None = arg(None, "Name of the run in the trackers (default: the output folder's name).")
+    wandb_project: str | None = arg(None, "wandb project (default: the recipe's name).")
+    wandb_entity: str | None = arg(None, "wandb team or user.")
+    wandb_log_model: bool = arg(False, "Upload the exported model folder to wandb as an artifact at the end.")
+    print_model: bool = arg(False, "Print the sharded module tree.")
+    show_samples: int = arg(0, "Print this many training examples: cleaned input and labels.")
+    deterministic: bool = arg(False, "Deterministic kernels (slower on GPUs): needed there for bit-exact repetition.")
+    ddp_timeout: int = arg(1800, "Seconds after which a collective that some process never joins is an error.")
+    debug: bool = arg(False, "Show tracebacks of user errors too.")
+
+
+@dataclass
+class BatchArguments:
+    _argument_group_name: ClassVar[str] = "batch"
+
+    total_batch_size: int | None = arg(None, "Sequences per optimizer step over all processes and micro-batches.")
+    per_device_train_batch_size: int | None = arg(None, "Sequences of one micro-batch on one process.")
+    gradient_accumulation_steps: int | None = arg(None, "Micro-batches per optimizer step.")
+    per_device_eval_batch_size: int = arg(8, "Sequences of one evaluation batch on one process.")
+    dataloader_num_workers: int = arg(0, "Processes that prepare batches, for each training process.")
+
+
+@dataclass
+class OptimizerArguments:
+    _argument_group_name: ClassVar[str] = "optimizer and schedule"
+
+    optim: Literal["adamw", "adafactor", "adadelta"] = arg("adamw", "Optimizer.")
+    learning_rate: float = arg(5e-5, "Peak learning rate.")
+    min_learning_rate: float = arg(0.0, "Learning rate at the end of the schedule.")
+    lr_scheduler_type: Literal["constant", "linear", "cosine", "step"] = arg(
+        "linear", "Decay after warm-up; step: times --lr_gamma after each epoch."
+    )
+    lr_gamma: float = arg(0.85, "Factor per epoch of the step schedule.")
+    warmup_steps: float = arg(0.0, "Linear warm-up steps; below 1: that fraction of all steps.")
+    weight_decay: float = arg(0.0, "Weight decay of matrices; biases, norms and embeddings' vectors have none.")
+    adam_beta1: float = arg(0.9, "AdamW's beta1.")
+    adam_beta2: float = arg(0.999, "AdamW's beta2.")
+    adam_epsilon: float = arg(1e-8, "AdamW's epsilon.")
+    max_grad_norm: float = arg(1.0, "Clip the gradient to this norm; 0: only measure it.")
+
+
+@dataclass
+class CadenceArguments:
+    _argument_group_name: ClassVar[str] = "logging, evaluation, saving"
+
+    logging_steps: int = arg(10, "Log every so many steps.")
+    eval_strategy: Literal["no", "steps", "epoch"] = arg("epoch", "When to evaluate; the last step always is.")
+    eval_steps: int | None = arg(None, "Steps between evaluations (eval_strategy steps).")
+    evals_per_epoch: int = arg(1, "Evaluations in an epoch (eval_strategy epoch).")
+    eval_on_start: bool = arg(False, "Evaluate before the first step too.")
+    max_eval_batches: int | None = arg(
+        None, "Evaluate the first max_eval_batches x per_device_eval_batch_size examples only."
+    )
+    save_strategy: Literal["no", "steps", "epoch"] = arg("epoch", "When to save; no: only the last weights are kept.")
+    save_steps: int | None = arg(None, "Steps between checkpoints (save_strategy steps).")
+    save_total_limit: int | None = arg(None, "Keep only so many checkpoints, and always the newest and the best.")
+    metric_for_best_model: str = arg("eval_loss", "Evaluation metric that chooses best/; *loss* and *perplexity*: low.")
+
+
+@dataclass
+class DataArguments:
+    _argument_group_name: ClassVar[str] = "data"
+
+    max_train_samples: int | None = arg(None, "Use only so many training examples.")
+    max_eval_samples: int | None = arg(None, "Use only so many evaluation examples.")
+    preprocessing_num_workers: int | None = arg(None, "Processes that tokenise.")
+
+
+@dataclass
+class ModelArguments:
+    _argument_group_name: ClassVar[str] = "model"
+
+    model_name_or_path: str | None = arg(None, "Hub id or folder of a pretrained model.")
+    model_config_path: str | None = arg(None, "config.json (or its folder) of a model to start from random weights.")
+    config_overrides: str | None = arg(None, "Changes to the model's config: key=value,key=value.")
+    tokenizer_name_or_path: str | None = arg(None, "Hub id or folder of the tokenizer (default: the model's).")
+    attn_implementation: str | None = arg(None, "Attention kernel: eager, sdpa, flex_attention, ... (default: model's).")
+
+
+@dataclass
+class RefinementArguments:
+    _argument_group_name: ClassVar[str] = "refinements that the accelerate YAML cannot say"
+
+    param_dtype: Literal["float32", "bfloat16", "float64", "fp32", "bf16"] = arg(
+        "float32", "Type of the parameters that the optimizer updates; bfloat16: no float32 copy (bf16-true)."
+    )
+    reduce_dtype: Literal["float32", "bfloat16", "fp32", "bf16"] | None = arg(
+        None, "Type in which FSDP sums gradients over processes (default: float32; float64 parameters: float64)."
+    )
+    gradient_checkpointing: bool = arg(
+        False, "Recompute activations in the backward pass; under FSDP the YAML's fsdp_activation_checkpointing says so."
+    )
+
+
+@dataclass
+class TrainArguments(
+    RunArguments,
+    BatchArguments,
+    OptimizerArguments,
+    CadenceArguments,
+    DataArguments,
+    ModelArguments,
+    RefinementArguments,
+):
+    """Arguments that all recipes share; a recipe adds its own in a subclass and names its presets."""
+
+    presets: ClassVar[tuple[str, str]]
+    """Presets taken without --config: (where there are no GPUs, where there are GPUs)."""
+
+    def __post_init__(self) -> None:
+        self.preset: str | None = None  # path of the preset in effect, and why; parse_args sets both
+        self.preset_reason = ""
+        aliases = {"fp32": "float32", "bf16": "bfloat16"}
+        self.param_dtype = aliases.get(self.param_dtype, self.param_dtype)  # type: ignore[assignment]
+        if self.reduce_dtype is not None:
+            self.reduce_dtype = aliases.get(self.reduce_dtype, self.reduce_dtype)  # type: ignore[assignment]
+        positive = "total_batch_size per_device_train_batch_size gradient_accumulation_steps max_train_samples " \
+            "per_device_eval_batch_size logging_steps eval_steps evals_per_epoch max_eval_batches max_eval_samples " \
+            "preprocessing_num_workers num_train_epochs"  # fmt: skip
+        for name in positive.split():
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise UserError(f"--{name} is {value}; it must be greater than 0.")
+        for name in ("dataloader_num_workers", "learning_rate", "min_learning_rate", "warmup_steps", "weight_decay",
+                     "max_grad_norm", "show_samples"):  # fmt: skip
+            if getattr(self, name) < 0:
+                raise UserError(f"--{name} is {getattr(self, name)}; it must not be negative.")
+        if self.learning_rate == 0:
+            raise UserError("--learning_rate is 0; nothing would be learned (--max_steps 0 evaluates only).")
+        if self.max_steps < -1:
+            raise UserError(f"--max_steps is {self.max_steps}; give a number of steps, 0 to evaluate only, or -1.")
+        if self.eval_strategy == "steps" and self.eval_steps is None:
+            raise UserError("--eval_strategy steps needs --eval_steps N.")
+        if self.min_learning_rate > self.learning_rate:
+            raise UserError(
+                f"--min_learning_rate {self.min_learning_rate} is above --learning_rate {self.learning_rate}."
+            )
+        if self.model_name_or_path and self.model_config_path:
+            raise UserError(
+                "--model_name_or_path loads weights and --model_config_path starts from random ones: give one of them."
+            )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every argument by name, as written to config.yaml."""
+        return dataclasses.asdict(self)
+
+
+Arguments = TypeVar("Arguments", bound=TrainArguments)
+REPOSITORY = Path(__file__).resolve().parent.parent
+CONFIG_FOLDER = REPOSITORY / "recipes" / "configs"
+
+
+class _Parser(HfArgumentParser):
+    """HfArgumentParser that takes whole flag names only and reports a mistake as `UserError`."""
+
+    source: str | None = None  # preset and key that are being parsed, for the message
+
+    def __init__(self, groups: list[type]) -> None:
+        super().__init__(groups, allow_abbrev=False, usage="%(prog)s [--config PRESET] [--flag value ...]")
+        self.add_argument("--config", help="Preset: a YAML file of these settings, or a name in recipes/configs.")
+
+    def error(self, message: str) -> NoReturn:
+        if self.source is not None:
+            raise UserError(self.source + message.partition(": ")[2])
+        unknown = message.partition("unrecognized arguments: ")[2].split()
+        if unknown:
+            near = difflib.get_close_matches(unknown[0].partition("=")[0], self._option_string_actions, n=1)
+            message = f"unknown flag {unknown[0]}" + (f"; did you mean {near[0]}?" if near else ".")
+        raise UserError(f"{message} (--help lists all flags)")
+
+    def print_help(self, file: Any = None) -> None:
+        if is_first_process():
+            super().print_help(file)
+
+
+def parse_args(recipe: type[Arguments], argv: Sequence[str] | None = None) -> Arguments:
+    """Arguments of a recipe from its defaults, a preset and the flags, the later ones winning.
+
+    Raises `UserError` for an unknown flag or preset key and for a value of the wrong type, naming file and key.
+    """
+    argv = list(sys.argv[1:] if argv is None else argv)
+    parser = _build_parser(recipe)
+    namespace = parser.parse_args(argv)
+    preset, reason = _find_preset(recipe, namespace.config)
+    if preset is not None:
+        parser.set_defaults(**_read_preset(parser, preset))
+        namespace = parser.parse_args(argv)
+    values = vars(namespace)
+    del values["config"]
+    args = recipe(**values)
+    args.preset, args.preset_reason = (None, reason) if preset is None else (str(preset), reason)
+    if args.output_dir is None:
+        args.output_dir = str(Path("runs") / (preset.stem if preset else Path(sys.argv[0]).stem))
+    return args
+
+
+def _build_parser(recipe: type[TrainArguments]) -> _Parser:
+    """One argument group per dataclass, the recipe's own first."""
+    groups = []
+    for base in recipe.__mro__:
+        own = [f for f in dataclasses.fields(base) if f.name in base.__annotations__] if base is not object else []
+        if own:
+            title = getattr(base, "_argument_group_name") if base.__bases__ == (object,) else "recipe"
+            # A dataclass with the base's own fields alone, because HfArgumentParser adds inherited ones again.
+            group = dataclasses.make_dataclass(
+                base.__name__, [(f.name, f.type, field(default=f.default, metadata=f.metadata)) for f in own]
+            )
+            group._argument_group_name = title
+            groups.append(group)
+    return _Parser(groups)
+
+
+def _find_preset(recipe: type[TrainArguments], asked: str | None) -> tuple[Path | None, str]:
+    if asked is None:
+        import torch  # only here: --help and wrong flags need not wait for it
+
+        has_gpu = torch.cuda.is_available()
+        reason = "no --config given; " + (
+            "this machine has GPUs, so the mission's size" if has_gpu else "no GPU here, so the demo preset"
+        )
+        return CONFIG_FOLDER / f"{recipe.presets[has_gpu]}.yaml", reason
+    for path in (Path(asked), CONFIG_FOLDER / asked, CONFIG_FOLDER / f"{asked}.yaml"):
+        if path.is_file():
+            return path, "--config"
+    known = ", ".join(sorted(p.stem for p in CONFIG_FOLDER.glob("*.yaml")))
+    raise UserError(f"--config {asked}: no such file, and no preset of that name; presets: {known}.")
+
+
+def _read_preset(parser: _Parser, path: Path) -> dict[str, Any]:
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: not a readable YAML file: {' '.join(str(error).split())}") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{path}: expected lines of `key: value`, found {type(content).__name__}.")
+    known = {action.dest for action in parser._actions} - {"help", "config"}
+    values = {}
+    for key, value in content.items():
+        if key not in known:
+            near = difflib.get_close_matches(str(key), known, n=1)
+            raise UserError(f"{path}: unknown key {key!r}" + (f"; did you mean {near[0]!r}?" if near else "."))
+        if value is None:
+            values[key] = None
+            continue
+        if isinstance(value, (list, dict)):
+            raise UserError(f"{path}: key {key!r}: expected a single value, found {value!r}.")
+        # Through the parser, so that types and choices are checked as for flags (YAML reads 3e-4 as a string).
+        parser.source = f"{path}: key {key!r}: "
+        values[key] = getattr(parser.parse_args([f"--{key}={value}"]), key)
+        parser.source = None
+        if isinstance(values[key], str) and not Path(values[key]).exists() and (REPOSITORY / values[key]).exists():
+            values[key] = str(REPOSITORY / values[key])  # presets name the repository's files, wherever one stands
+    return values
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """Batch arithmetic of one optimizer step: total = per_device x num_micro_batches x num_processes (sequences)."""
+
+    total: int
+    per_device: int
+    num_micro_batches: int
+    num_processes: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.total} sequences a step = {self.per_device} per device x {self.num_micro_batches} micro-batches "
+            f"x {self.num_processes} processes"
+        )
+
+
+def plan_batch(args: BatchArguments, num_processes: int) -> BatchPlan:
+    """Complete the batch settings from the given ones; the total batch size rules.
+
+    Raises `UserError` that names the nearest working values when they do not fit together.
+    """
+    total, per_device = args.total_batch_size, args.per_device_train_batch_size
+    accumulation = args.gradient_accumulation_steps
+    if total is None:
+        per_device, accumulation = per_device or 8, accumulation or 1
+        return BatchPlan(per_device * accumulation * num_processes, per_device, accumulation, num_processes)
+    if per_device is None:
+        unit, what = num_processes * (accumulation or 1), f"{num_processes} processes"
+        if accumulation:
+            what += f" x {accumulation} micro-batches"
+    elif accumulation is None:
+        unit, what = num_processes * per_device, f"{num_processes} processes x {per_device} sequences per device"
+    else:
+        unit = num_processes * per_device * accumulation
+        if total != unit:
+            raise UserError(
+                f"--total_batch_size {total} disagrees with {num_processes} processes x "
+                f"--per_device_train_batch_size {per_device} x --gradient_accumulation_steps {accumulation} = {unit}; "
+                "leave one of the three out."
+            )
+        what = ""
+    if total % unit:
+        below, above = total // unit * unit, (total // unit + 1) * unit
+        works = f"{below} or {above}" if below else f"{above}"
+        hint = ""
+        if per_device is not None and total % num_processes == 0:
+            share = total // num_processes
+            nearest = min((d for d in range(1, share + 1) if share % d == 0), key=lambda d: (abs(d - per_device), d))
+            hint = f", or --per_device_train_batch_size {nearest}"
+        raise UserError(
+            f"--total_batch_size {total} is not a multiple of {what} = {unit}; nearest that work: "
+            f"--total_batch_size {works}{hint}."
+        )
+    if per_device is None:
+        per_device = total // unit
+    return BatchPlan(total, per_device, total // (num_processes * per_device), num_processes)
+
+
+def num_training_steps(args: RunArguments, num_examples: int, total_batch_size: int) -> int:
+    """Optimizer steps of the run: --max_steps, or enough for --num_train_epochs passes over the examples."""
+    if args.max_steps >= 0:
+        return args.max_steps
+    return math.ceil(args.num_train_epochs * num_examples / total_batch_size)
+
+
+def is_first_process() -> bool:
+    """Whether this is global rank 0 by the launcher's environment (before any process group exists)."""
+    return int(os.environ.get("RANK", os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK", "0")))) == 0

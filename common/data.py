@@ -1,0 +1,721 @@
+"""Data: tables read and tokenized once per node, rows cleaned with counts by reason, batches in a fixed order.
+
+The order of training examples is an endless sequence of per-epoch permutations. Global batch number `step` is a fixed
+slice of it and processes take slices of the batch: a resumed run needs only the step, with any number of processes.
+"""
+
+import csv
+import functools
+import itertools
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import torch
+from accelerate import Accelerator, PartialState
+from datasets import Dataset, Features, List, Value
+from datasets.exceptions import DatasetGenerationError, DatasetNotFoundError
+from datasets.fingerprint import Hasher
+from transformers import DataCollatorForSeq2Seq, PreTrainedTokenizerBase
+
+from common.arguments import UserError
+
+IGNORE_INDEX = -100  # a label that is no target
+TABLE_SUFFIXES = (".csv", ".json", ".jsonl", ".parquet")
+SPLIT_WORDS = {
+    "train": "train",
+    "training": "train",
+    "validation": "validation",
+    "valid": "validation",
+    "val": "validation",
+    "dev": "validation",
+    "test": "test",
+}
+SPLITS = ("train", "validation")
+MAX_WINDOW_BATCHES = 50
+
+Row = dict[str, Any]
+Batch = dict[str, torch.Tensor]
+Collator = Callable[[list[Row]], Batch]
+Loaded = TypeVar("Loaded", Dataset, dict[str, Dataset])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Once per node
+
+
+def once_per_node(build: Callable[[], Loaded]) -> Loaded:
+    """Run `build` on the main process, then on one process of each other node, then everywhere else; return its data.
+
+    `build` must go through the cache of `datasets`: the first turn does the work, later turns read its files (other
+    nodes too where they share the file system). A failure in any turn is raised on every process, so that none waits.
+    """
+    state = PartialState()
+    if state.num_processes == 1:
+        return build()
+    if not state.is_main_process:
+        datasets.disable_progress_bars()
+    my_turn = 0 if state.is_main_process else 1 if state.is_local_main_process else 2
+    loaded: Loaded | None = None
+    failure: Exception | None = None
+    for turn in range(3):
+        if turn == my_turn:
+            try:
+                loaded = build()
+            except Exception as error:  # raised below, once the other processes know of it
+                failure = error
+        reports: list[Any] = [None] * state.num_processes
+        torch.distributed.all_gather_object(reports, failure and (isinstance(failure, UserError), str(failure)))
+        if failure is not None:
+            raise failure
+        for is_user_error, message in filter(None, reports):
+            raise UserError(message) if is_user_error else RuntimeError(f"another process: {message}")
+    assert loaded is not None
+    # A function whose hash differs between processes would have been run by each of them: racing, and N times the time.
+    parts = loaded.values() if isinstance(loaded, dict) else [loaded]
+    torch.distributed.all_gather_object(reports, tuple(part._fingerprint for part in parts))
+    assert len(set(reports)) == 1, f"processes hold different data: {reports}"
+    return loaded
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Reading tables
+
+
+def load_splits(
+    *,
+    columns: Sequence[tuple[str, ...]],
+    dataset_name: str | None = None,
+    dataset_config_name: str | None = None,
+    train_file: str | Path | None = None,
+    validation_file: str | Path | None = None,
+    hint: str = "",
+) -> dict[str, Dataset]:
+    """Read the "train" split and, where the source has one, the "validation" split; each has just the wanted columns.
+
+    Source: `train_file` (and `validation_file`), each a CSV, JSON lines or parquet file or a folder of them, or
+    `dataset_name`, an id on the Hugging Face hub. A folder's files go to the splits that their names say
+    (`train-0001.csv`, `dev.jsonl`); where no name says one, all are "train". A "test" split is never used.
+    `columns`: alternatives; the first one that every file has is taken. `hint` ends the error message when none fits.
+    From files every column comes as text or as a list of texts; an absent or null value is None.
+    Raises UserError for a missing file, missing columns, malformed rows, a hub that cannot be reached.
+    """
+    if (dataset_name is None) == (train_file is None):
+        raise UserError("give either --dataset_name (a hub id) or --train_file (a file or folder), not both or neither")
+    if dataset_name is not None:
+        if validation_file is not None:
+            raise UserError("--validation_file goes with --train_file; --dataset_name has its own validation split")
+        return once_per_node(functools.partial(_load_hub_splits, dataset_name, dataset_config_name, columns, hint))
+    assert train_file is not None
+    files = list_tables(train_file, "--train_file")
+    if "train" not in files:
+        names = ", ".join(file.name for tables in files.values() for file in tables)
+        raise UserError(f"--train_file {train_file}: no training file among {names}")
+    if validation_file is not None:
+        held_out = list_tables(validation_file, "--validation_file")
+        files["validation"] = held_out.get("validation") or next(iter(held_out.values()))
+    splits = [split for split in SPLITS if split in files]
+    return once_per_node(lambda: {split: _read_tables(files[split], columns, hint) for split in splits})
+
+
+def list_tables(path: str | Path, flag: str) -> dict[str, list[Path]]:
+    """The CSV, JSON lines and parquet files at `path`, a file or a folder, by split; `flag` is named in errors."""
+    path = Path(path)
+    if path.is_file():
+        if path.suffix not in TABLE_SUFFIXES:
+            raise UserError(f"{flag} {path}: a file ending in {', '.join(TABLE_SUFFIXES)} is expected")
+        return {"train": [path]}
+    if not path.is_dir():
+        raise UserError(f"{flag} {path}: no such file or folder (looked for {path.absolute()})")
+    tables = sorted(file for file in path.iterdir() if file.suffix in TABLE_SUFFIXES)
+    if not tables:
+        raise UserError(f"{flag} {path}: the folder has no file ending in {', '.join(TABLE_SUFFIXES)}")
+    by_split: dict[str, list[Path]] = {}
+    for file in tables:
+        for word in re.split(r"[^a-z]+", file.stem.lower()):
+            if word in SPLIT_WORDS:
+                by_split.setdefault(SPLIT_WORDS[word], []).append(file)
+                break
+    return by_split or {"train": tables}
+
+
+def _read_tables(files: list[Path], columns: Sequence[tuple[str, ...]], hint: str) -> Dataset:
+    found = {str(file): _column_names(file) for file in files}
+    wanted = _choose_columns(found, columns, hint)
+    if not any(_has_rows(file) for file in files):
+        raise UserError(f"{', '.join(map(str, files[:3]))}: no rows, only the names of the columns")
+    parquet = [file for file in files if file.suffix == ".parquet"]
+    others = [file for file in files if file.suffix != ".parquet"]
+    parts = []
+    try:
+        if parquet:
+            parts.append(
+                datasets.load_dataset(
+                    "parquet",
+                    data_files=[str(file) for file in parquet],
+                    columns=list(wanted),
+                    features=_parquet_features(parquet, wanted),
+                    split="train",
+                )
+            )
+        if others:
+            # Size and time are part of the cache key: an edited file is read again.
+            keys = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in others]
+            is_list = {name: any(_has_lists(file, name) for file in others) for name in wanted}
+            features = Features({name: List(Value("string")) if is_list[name] else Value("string") for name in wanted})
+            parts.append(
+                Dataset.from_generator(
+                    _read_rows, features=features, gen_kwargs={"files": keys, "columns": wanted, "is_list": is_list}
+                )
+            )
+    except DatasetGenerationError as error:
+        if isinstance(error.__cause__, UserError):
+            raise error.__cause__ from None
+        raise UserError(f"{files[0]}{' and the files beside it' if files[1:] else ''}: {error.__cause__}") from error
+    return datasets.concatenate_datasets(parts).select_columns(list(wanted))
+
+
+def _choose_columns(found: Mapping[str, list[str]], columns: Sequence[tuple[str, ...]], hint: str) -> tuple[str, ...]:
+    for choice in columns:
+        if all(set(choice) <= set(names) for names in found.values()):
+            return choice
+    # With alternatives, the one that most files have says which file is the odd one out.
+    best = max(columns, key=lambda choice: sum(set(choice) <= set(names) for names in found.values()))
+    source, names = next((source, names) for source, names in found.items() if not set(best) <= set(names))
+    missing = [name for name in best if name not in names]
+    wanted = " or ".join(", ".join(choice) for choice in columns)
+    message = f"{source}: no column {', '.join(map(repr, missing))}; it has {', '.join(names)}. Expected: {wanted}."
+    raise UserError(f"{message} {hint}".strip())
+
+
+def _column_names(file: Path) -> list[str]:
+    if file.suffix == ".parquet":
+        try:
+            return pq.read_schema(file).names
+        except pa.ArrowInvalid as error:
+            raise UserError(f"{file}: not a parquet file ({error})") from None
+    if file.suffix == ".csv":
+        names = next(_csv_rows(file), [])
+    else:  # optional keys may be absent from a row
+        names = list(dict.fromkeys(key for _, row in itertools.islice(_json_rows(file), 100) for key in row))
+    if not names:
+        raise UserError(f"{file}: the file is empty")
+    return names
+
+
+def _has_rows(file: Path) -> bool:
+    if file.suffix == ".parquet":
+        return pq.read_metadata(file).num_rows > 0
+    return file.suffix != ".csv" or len(list(itertools.islice(_csv_rows(file), 2))) == 2
+
+
+def _parquet_features(files: list[Path], columns: tuple[str, ...]) -> Features:
+    features: dict[str, Any] = {}
+    for file in files:
+        schema = pq.read_schema(file)
+        for name in columns:
+            kind = schema.field(name).type
+            if pa.types.is_struct(kind) or pa.types.is_map(kind):
+                raise UserError(f"{file}: column {name!r} is {kind}; text or a list of texts is expected")
+            is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
+            features[name] = List(Value("string")) if is_list else Value("string")
+    return Features(features)
+
+
+def _has_lists(file: Path, column: str) -> bool:
+    return file.suffix != ".csv" and any(
+        isinstance(row.get(column), list) for _, row in itertools.islice(_json_rows(file), 100)
+    )
+
+
+def _read_rows(files: list[tuple[str, int, int]], columns: tuple[str, ...], is_list: dict[str, bool]) -> Iterator[Row]:
+    """Rows of CSV and JSON lines files; own readers, which name a malformed row's line and pass over other columns."""
+    for name, _, _ in files:
+        file = Path(name)
+        if file.suffix == ".csv":
+            rows = _csv_rows(file)
+            header = next(rows)
+            for values in rows:
+                row = dict(zip(header, values, strict=False))  # a short row leaves its last columns empty
+                yield {column: row.get(column) for column in columns}
+        else:
+            for line, row in _json_rows(file):
+                yield {
+                    column: _text_value(row.get(column), is_list[column], f"{file} line {line}: {column!r}")
+                    for column in columns
+                }
+
+
+def _text_value(value: Any, is_list: bool, where: str) -> Any:
+    if isinstance(value, list) and all(isinstance(item, str) for item in value):
+        if not is_list:
+            raise UserError(f"{where} is a list, unlike in the rows before; every row must have the same kind")
+        return value
+    if isinstance(value, (dict, list)):
+        raise UserError(f"{where} is {json.dumps(value)[:60]}; text or a list of texts is expected")
+    if value is None:
+        return None
+    text = value if isinstance(value, str) else json.dumps(value)
+    return [text] if is_list else text
+
+
+def _csv_rows(file: Path) -> Iterator[list[str]]:
+    """The fields of each record, the header first. Fields may hold line breaks, as wikihowAll.csv's do."""
+    csv.field_size_limit(2**24)  # the standard 2**17 is less than a long article
+    text = ""  # the line read last, as it stands in the file
+
+    def read_lines() -> Iterator[str]:
+        nonlocal text
+        with open(file, encoding="utf-8-sig", newline="") as lines:
+            for text in lines:  # noqa: UP028 - `text` has to follow
+                yield text
+
+    reader = csv.reader(read_lines())
+    width, first = 0, 1
+    try:
+        for fields in reader:
+            width = width or len(fields)
+            if len(fields) > width:
+                raise UserError(f"{file} line {reader.line_num}: {len(fields)} fields where the header has {width}")
+            if reader.line_num > first and fields[-1].endswith(text):
+                raise UserError(f"{file} line {first}: a quote in this record is never closed")
+            first = reader.line_num + 1
+            if fields:
+                yield fields
+    except UnicodeDecodeError as error:
+        raise UserError(f"{file}: not UTF-8 text ({error})") from None
+    except csv.Error as error:
+        raise UserError(f"{file} line {reader.line_num}: {error}; is a quote before it never closed?") from None
+
+
+def _json_rows(file: Path) -> Iterator[tuple[int, Row]]:
+    with open(file, encoding="utf-8-sig") as lines:
+        try:
+            for number, line in enumerate(lines, 1):
+                if not line.strip():
+                    continue
+                try:
+                    row = json.loads(line)
+                except json.JSONDecodeError as error:
+                    raise UserError(
+                        f"{file} line {number}: not JSON ({error}); one object a line is expected"
+                    ) from None
+                if not isinstance(row, dict):
+                    raise UserError(f"{file} line {number}: a JSON {type(row).__name__}; one object a line is expected")
+                yield number, row
+        except UnicodeDecodeError as error:
+            raise UserError(f"{file}: not UTF-8 text ({error})") from None
+
+
+def _load_hub_splits(
+    dataset_name: str, config_name: str | None, columns: Sequence[tuple[str, ...]], hint: str
+) -> dict[str, Dataset]:
+    offline = "A preset that ends in _demo needs no network; --train_file reads local files."
+    flag = f"--dataset_name {dataset_name}"
+    try:
+        loaded = datasets.load_dataset(dataset_name, config_name)
+    except DatasetNotFoundError as error:
+        page = f"https://huggingface.co/datasets/{dataset_name}"
+        raise UserError(
+            f"{flag}: {' '.join(str(error).split())} If it is gated, accept its licence at {page} and log in with "
+            f"`hf auth login`; else check the name. {offline}"
+        ) from error
+    except ValueError as error:  # a configuration has to be chosen, or the chosen one does not exist
+        raise UserError(f"{flag}, --dataset_config_name {config_name}: {' '.join(str(error).split())}") from error
+    except OSError as error:
+        raise UserError(
+            f"{flag}: the hub cannot be reached ({type(error).__name__}). Where there is a network, download it with "
+            f"`hf download --repo-type dataset {dataset_name}`, then set HF_HOME to that cache. {offline}"
+        ) from error
+    if "train" not in loaded:
+        raise UserError(f"{flag}: no split 'train' among {', '.join(loaded)}")
+    result = {}
+    for name in SPLITS:
+        if name in loaded:
+            chosen = _choose_columns({f"{flag} ({name})": loaded[name].column_names}, columns, hint)
+            result[name] = loaded[name].select_columns(list(chosen))
+    return result
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Cleaning, splitting, tokenizing
+
+
+def clean(
+    dataset: Dataset,
+    function: Callable[..., tuple[Row | None, str | None]],
+    *,
+    columns: Sequence[str],
+    source: str,
+    max_dropped_share: float = 0.5,
+    num_workers: int | None = None,
+) -> tuple[Dataset, Counter[str]]:
+    """Apply `function(row) -> (new row, None) or (None, reason)`; return the new rows and the number dropped by reason.
+
+    `columns` are those of the new rows, all of them text; `source` is named in errors. Cached like `tokenize`, with the
+    same demands on `function`. Raises UserError where nothing is left or more than `max_dropped_share` was dropped.
+    """
+    if len(dataset) == 0:
+        raise UserError(f"{source}: no rows")
+    features = Features({name: Value("string") for name in (*columns, "dropped")})
+    mapped = once_per_node(
+        lambda: dataset.map(
+            functools.partial(_clean_row, function=function, columns=tuple(columns), source=source),
+            with_indices=True,
+            remove_columns=dataset.column_names,
+            features=features,
+            num_proc=num_workers,
+            desc="Cleaning",
+        )
+    )
+    dropped = mapped.select_columns("dropped").with_format("arrow")[:]["dropped"]
+    reasons = Counter({item["values"]: item["counts"] for item in pc.value_counts(dropped.drop_null()).to_pylist()})
+    counts = ", ".join(f"{count:,} {reason}" for reason, count in reasons.most_common())
+    if reasons.total() == len(dataset):
+        raise UserError(f"{source}: no row of {len(dataset):,} is left after cleaning ({counts})")
+    if reasons.total() > max_dropped_share * len(dataset):
+        raise UserError(
+            f"{source}: cleaning dropped {reasons.total():,} of {len(dataset):,} rows ({counts}), more than "
+            f"{max_dropped_share:.0%}. Are these the right columns?"
+        )
+    if reasons:
+        mapped = mapped.select(np.flatnonzero(pc.is_null(dropped).to_numpy()))
+    return mapped.select_columns(list(columns)), reasons
+
+
+def _clean_row(row: Row, index: int, function: Callable[..., Any], columns: tuple[str, ...], source: str) -> Row:
+    try:
+        new_row, reason = function(row)
+    except UserError as error:
+        raise UserError(f"{source}, row {index + 1}: {error}") from None
+    return {**(new_row or dict.fromkeys(columns)), "dropped": reason}
+
+
+def as_text(value: Any) -> str:
+    """A cell as text: None and NaN are empty, lists of sentences are joined with spaces; others raise UserError."""
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return ""
+    if isinstance(value, list) and all(item is None or isinstance(item, str) for item in value):
+        return " ".join(item for item in value if item)
+    if isinstance(value, (dict, list, bytes)):
+        raise UserError(f"{type(value).__name__} {str(value)[:60]} where text is expected")
+    return str(value)
+
+
+def squeeze(text: str) -> str:
+    """The text with each run of blanks made one, and without empty lines."""
+    return "\n".join(filter(None, (" ".join(line.split()) for line in text.splitlines())))
+
+
+def head(dataset: Dataset, max_rows: int | None) -> Dataset:
+    """The first `max_rows` rows; all of them for None."""
+    return dataset if max_rows is None else dataset.select(range(min(max_rows, len(dataset))))
+
+
+def split(dataset: Dataset, validation_size: float, seed: int) -> tuple[Dataset, Dataset]:
+    """(train, validation): `validation_size` rows drawn by `seed`; below 1 it is a fraction. Rows keep their order."""
+    num_rows = len(dataset)
+    num_validation = max(1, round(validation_size * num_rows)) if validation_size < 1 else int(validation_size)
+    if not 0 < num_validation < num_rows:
+        raise UserError(f"{num_rows} rows are too few to set {num_validation} aside for validation")
+    is_validation = np.zeros(num_rows, dtype=bool)
+    is_validation[np.random.default_rng(seed).permutation(num_rows)[:num_validation]] = True
+    return dataset.select(np.flatnonzero(~is_validation)), dataset.select(np.flatnonzero(is_validation))
+
+
+def tokenize(
+    dataset: Dataset,
+    function: Callable[[dict[str, list[Any]]], dict[str, list[Any]]],
+    *,
+    num_workers: int | None = None,
+) -> Dataset:
+    """Replace the columns by what `function` makes of a batch of rows; once per node, cached under the hash of both.
+
+    `function` must be deterministic and hashable: a function of a module, or a `functools.partial` of one.
+    """
+    Hasher.hash(function)  # raises here, where map() would only warn and run it once per process
+    return once_per_node(
+        lambda: dataset.map(
+            function, batched=True, remove_columns=dataset.column_names, num_proc=num_workers, desc="Tokenizing"
+        )
+    )
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, texts: list[str], max_length: int) -> list[list[int]]:
+    """Token ids of each text, at most `max_length` of them; the last is always the end-of-sequence token."""
+    # Cut here, not by the tokenizer: not every tokenizer appends that token, and cutting would change its state.
+    encoded = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
+    return [[*ids[: max_length - 1], tokenizer.eos_token_id] for ids in encoded]
+
+
+def tokenize_pairs(
+    dataset: Dataset,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    columns: tuple[str, str],
+    source_prefix: str,
+    max_source_length: int,
+    max_target_length: int,
+    num_workers: int | None = None,
+) -> Dataset:
+    """Token ids of (source, target) texts for a sequence-to-sequence model.
+
+    Columns of the result: `input_ids`, `attention_mask`, `labels`, and `length`, the tokens of both.
+    """
+    function = functools.partial(
+        _encode_pairs,
+        tokenizer=tokenizer,
+        columns=columns,
+        source_prefix=source_prefix,
+        max_source_length=max_source_length,
+        max_target_length=max_target_length,
+    )
+    return tokenize(dataset, function, num_workers=num_workers)
+
+
+def _encode_pairs(
+    rows: dict[str, list[str]],
+    tokenizer: PreTrainedTokenizerBase,
+    columns: tuple[str, str],
+    source_prefix: str,
+    max_source_length: int,
+    max_target_length: int,
+) -> dict[str, list[Any]]:
+    input_ids = encode(tokenizer, [source_prefix + text for text in rows[columns[0]]], max_source_length)
+    labels = encode(tokenizer, rows[columns[1]], max_target_length)
+    return {
+        "input_ids": input_ids,
+        "attention_mask": [[1] * len(ids) for ids in input_ids],
+        "labels": labels,
+        "length": [len(ids) + len(target) for ids, target in zip(input_ids, labels, strict=True)],
+    }
+
+
+def column_array(dataset: Dataset, name: str) -> np.ndarray:
+    """An integer column, for example the lengths, as an array."""
+    return np.asarray(dataset.with_format("numpy", columns=[name])[:][name])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The order of training examples
+
+
+class StepSampler:
+    """Which examples belong to global batch number `step`: a pure function of (seed, step).
+
+    The endless stream is one permutation of the dataset after another, one per epoch; batch `step` is its positions
+    [step * batch_size, (step + 1) * batch_size). With `lengths` (one per example), windows of the stream are sorted by
+    length and cut into batches, and the batches of a window are shuffled. Nothing depends on the number of processes.
+    """
+
+    def __init__(self, num_examples: int, batch_size: int, seed: int, lengths: np.ndarray | None = None) -> None:
+        assert num_examples > 0 and batch_size > 0
+        assert lengths is None or len(lengths) == num_examples
+        self.num_examples = num_examples
+        self.batch_size = batch_size
+        self.seed = seed
+        self.lengths = lengths
+        # At most a quarter of an epoch: copies of an example from two epochs would be neighbours in a sorted window.
+        largest = num_examples // (4 * batch_size)
+        self.window_batches = 1 if lengths is None else max(1, min(MAX_WINDOW_BATCHES, largest))
+        self._permutations: dict[int, np.ndarray] = {}
+        self._window: tuple[int, np.ndarray] = (-1, np.empty(0))
+
+    def indices(self, step: int) -> np.ndarray:
+        """The `batch_size` dataset indices of global batch `step`; with `lengths`, the shortest first."""
+        window, position = divmod(step, self.window_batches)
+        if self._window[0] != window:
+            self._window = (window, self._make_window(window))
+        return self._window[1][position]
+
+    def micro_batches(
+        self, step: int, process_index: int, num_processes: int, per_device_batch_size: int
+    ) -> list[list[int]]:
+        """This process's share of global batch `step`; micro-batch i has neighbouring lengths on all processes."""
+        assert self.batch_size % (num_processes * per_device_batch_size) == 0
+        shares = self.indices(step).reshape(-1, num_processes, per_device_batch_size)
+        return shares[:, process_index].tolist()
+
+    def _make_window(self, window: int) -> np.ndarray:
+        size = self.window_batches * self.batch_size
+        examples = self._stream(window * size, (window + 1) * size)
+        if self.lengths is None:
+            return examples.reshape(1, -1)
+        batches = examples[np.argsort(self.lengths[examples], kind="stable")].reshape(self.window_batches, -1)
+        return batches[np.random.default_rng([self.seed, 1, window]).permutation(self.window_batches)]
+
+    def _stream(self, start: int, end: int) -> np.ndarray:
+        parts = []
+        while start < end:
+            epoch, offset = divmod(start, self.num_examples)
+            part = self._permutation(epoch)[offset : offset + end - start]
+            parts.append(part)
+            start += len(part)
+        return np.concatenate(parts)
+
+    def _permutation(self, epoch: int) -> np.ndarray:
+        if epoch not in self._permutations:
+            # 400 MB and about 10 seconds an epoch for 1e8 examples.
+            examples = np.arange(self.num_examples, dtype=np.int32 if self.num_examples < 2**31 else np.int64)
+            np.random.default_rng([self.seed, 0, epoch]).shuffle(examples)
+            self._permutations = {old: kept for old, kept in self._permutations.items() if old == epoch - 1}
+            self._permutations[epoch] = examples
+        return self._permutations[epoch]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Batches
+
+
+def train_batches(
+    dataset: Dataset,
+    sampler: StepSampler,
+    collate_fn: Collator,
+    *,
+    start_step: int,
+    num_steps: int,
+    process_index: int,
+    num_processes: int,
+    per_device_batch_size: int,
+    num_workers: int = 0,
+    pin_memory: bool = False,
+) -> Iterator[list[Batch]]:
+    """For each of `num_steps` steps from `start_step` on: this process's micro-batches, dicts of CPU tensors."""
+
+    def shares() -> Iterator[list[list[int]]]:
+        for step in range(start_step, start_step + num_steps):
+            yield sampler.micro_batches(step, process_index, num_processes, per_device_batch_size)
+
+    num_micro_batches = sampler.batch_size // (num_processes * per_device_batch_size)
+    micro_batches = _load(dataset, itertools.chain.from_iterable(shares()), collate_fn, num_workers, pin_memory)
+    for _ in range(num_steps):
+        yield [next(micro_batches) for _ in range(num_micro_batches)]
+
+
+@dataclass
+class EvalBatch:
+    """A batch of evaluation examples; `is_padding` marks one that only keeps this process in step with the others."""
+
+    indices: list[int]
+    batch: Batch
+    is_padding: bool
+
+
+class EvalBatches:
+    """This process's batches of an evaluation, as an iterable of EvalBatch with a length.
+
+    Over all processes each example comes once; each process gets the same number of batches, because evaluation is
+    collective. The longest examples come first: what does not fit fails at once. The examples and how they are batched
+    do not depend on the number of processes. `max_batches` limits them to the first
+    `max_batches * per_device_batch_size` of the dataset; `num_examples` is how many there are.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        collate_fn: Collator,
+        *,
+        process_index: int,
+        num_processes: int,
+        per_device_batch_size: int,
+        lengths: np.ndarray | None = None,
+        max_batches: int | None = None,
+        num_workers: int = 0,
+        pin_memory: bool = False,
+    ) -> None:
+        assert len(dataset) > 0
+        size = per_device_batch_size
+        self.num_examples = len(dataset) if max_batches is None else min(len(dataset), max_batches * size)
+        order = np.arange(self.num_examples)
+        if lengths is not None:
+            order = np.argsort(-np.asarray(lengths, dtype=np.int64)[: self.num_examples], kind="stable")
+        batches = [order[start : start + size].tolist() for start in range(0, len(order), size)]
+        self._is_padding = [False] * len(batches)
+        while len(batches) % num_processes:
+            batches.append(batches[-1])  # the shortest examples cost the least
+            self._is_padding.append(True)
+        self._indices = batches[process_index::num_processes]
+        self._is_padding = self._is_padding[process_index::num_processes]
+        self._batches = functools.partial(_load, dataset, self._indices, collate_fn, num_workers, pin_memory)
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def __iter__(self) -> Iterator[EvalBatch]:
+        for indices, batch, is_padding in zip(self._indices, self._batches(), self._is_padding, strict=True):
+            yield EvalBatch(indices, batch, is_padding)
+
+
+def _load(dataset: Dataset, batches: Any, collate_fn: Collator, num_workers: int, pin_memory: bool) -> Iterator[Batch]:
+    loader = torch.utils.data.DataLoader(
+        dataset,
+        batch_sampler=batches,
+        collate_fn=collate_fn,
+        num_workers=num_workers,
+        pin_memory=pin_memory,
+        generator=torch.Generator(),  # its own: the default draws a seed for the workers from the global one
+    )
+    return iter(loader)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Collators
+
+
+class Seq2SeqCollator:
+    """Pad rows of `input_ids`, `attention_mask` and `labels` (without a start token) to the longest of the batch.
+
+    Adds `decoder_input_ids`: the start token and the labels but the last, as the model itself shifts them. Padding in
+    the labels is -100, so it is no target. `pad_to_multiple_of` rounds both lengths up.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, decoder_start_token_id: int, pad_to_multiple_of: int | None = None
+    ) -> None:
+        self._pad = DataCollatorForSeq2Seq(
+            tokenizer, pad_to_multiple_of=pad_to_multiple_of, label_pad_token_id=IGNORE_INDEX
+        )
+        self._pad_token_id = tokenizer.pad_token_id
+        self._start_token_id = decoder_start_token_id
+
+    def __call__(self, rows: list[Row]) -> Batch:
+        batch = dict(self._pad([{key: row[key] for key in ("input_ids", "attention_mask", "labels")} for row in rows]))
+        decoder_input_ids = batch["labels"].roll(1, dims=1)
+        decoder_input_ids[:, 0] = self._start_token_id
+        decoder_input_ids[decoder_input_ids == IGNORE_INDEX] = self._pad_token_id
+        batch["decoder_input_ids"] = decoder_input_ids
+        return batch
+
+
+def num_target_tokens(batch: Mapping[str, torch.Tensor]) -> int:
+    """How many labels of the batch are targets."""
+    return int((batch["labels"] != IGNORE_INDEX).sum())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What a user sees of the data
+
+
+def describe(train: Dataset, validation: Dataset, left_out: Mapping[str, int]) -> str:
+    """Counts for the banner: examples, and the rows that were left out by reason."""
+    text = f"{len(train):,} training and {len(validation):,} validation examples"
+    reasons = ", ".join(f"{count:,} {reason}" for reason, count in left_out.items() if count)
+    return text + (f"; left out: {reasons}" if reasons else "")
+
+
+def show_samples(accelerator: Accelerator, num_samples: int, dataset: Dataset, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Print the first training examples as the model sees them: decoded input and target."""
+    for index, row in enumerate(head(dataset, num_samples)):
+        labels = [token for token in row["labels"] if token != IGNORE_INDEX]
+        accelerator.print(f"-- example {index}: {len(row['input_ids'])} input tokens, {len(labels)} target tokens")
+        accelerator.print(f"   input:  {tokenizer.decode(row['input_ids'])}\n   target: {tokenizer.decode(labels)}")

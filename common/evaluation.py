@@ -1,0 +1,176 @@
+"""Evaluation over a whole dataset under any strategy: exact sums over tokens, and generated texts in dataset order."""
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from datasets import Dataset
+from torch import nn
+from tqdm import tqdm
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from common.arguments import TrainArguments
+from common.data import Collator, EvalBatch, EvalBatches, column_array
+from common.losses import IGNORE_INDEX, cross_entropy_sum
+from common.sharding import generation_model, is_sharded
+
+Batch = dict[str, torch.Tensor]
+Statistics = Callable[[nn.Module, Batch], dict[str, torch.Tensor]]
+
+
+def evaluation_batches(
+    args: TrainArguments, accelerator: Accelerator, dataset: Dataset, collate_fn: Collator
+) -> EvalBatches | None:
+    """This process's batches of `dataset`, each example once over all processes, as --max_eval_batches limits them.
+
+    Batches are grouped by the column `length` where there is one. None for an empty dataset.
+    """
+    if len(dataset) == 0:
+        return None
+    return EvalBatches(
+        dataset,
+        collate_fn,
+        process_index=accelerator.process_index,
+        num_processes=accelerator.num_processes,
+        per_device_batch_size=args.per_device_eval_batch_size,
+        lengths=column_array(dataset, "length") if "length" in dataset.column_names else None,
+        max_batches=args.max_eval_batches,
+        pin_memory=accelerator.device.type == "cuda",
+    )
+
+
+def sum_over_dataset(
+    accelerator: Accelerator, model: nn.Module, batches: Iterable[EvalBatch], statistics: Statistics
+) -> dict[str, float]:
+    """Sums of the statistics over the dataset, equal on all processes and for every number of processes.
+
+    `statistics(model, batch)` returns 0-dim sums over one batch; it runs in eval mode without gradients, on each process
+    for each of its batches (a sharded forward pass is collective), but what it returns for a padding batch is dropped.
+    Sums are kept in float64 on the device; they come to the host once, at the end. The result also has `examples`, the
+    number of examples that were counted.
+    """
+    totals: dict[str, torch.Tensor] = {}
+    num_examples = 0
+    with _evaluation_mode(model):
+        for item in _progress(accelerator, batches, "evaluating"):
+            sums = statistics(model, _to_device(item.batch, accelerator))
+            for name, value in sums.items():
+                total = totals.setdefault(name, torch.zeros((), dtype=torch.float64, device=accelerator.device))
+                if not item.is_padding:
+                    total += value
+            num_examples += 0 if item.is_padding else len(item.indices)
+    assert totals, "evaluation needs at least one batch on each process"
+    names = sorted(totals)
+    count = torch.tensor(num_examples, dtype=torch.float64, device=accelerator.device)
+    sums_of_all = accelerator.reduce(torch.stack([*(totals[name] for name in names), count]), reduction="sum")
+    return dict(zip([*names, "examples"], sums_of_all.tolist(), strict=True))
+
+
+def token_sums(logits: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Sums over target tokens: `nll` (natural logarithm), `tokens`, and `correct`, where the likeliest token is the target.
+
+    logits: (..., vocabulary); labels: (...), the target of the same position, -100 where there is none.
+    """
+    return {
+        "nll": cross_entropy_sum(logits, labels),
+        "tokens": (labels != IGNORE_INDEX).sum(),
+        "correct": (logits.argmax(-1) == labels).sum(),  # -100 is no token's number, so padding is never correct
+    }
+
+
+def token_statistics(model: nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
+    """`token_sums` of a causal or encoder-decoder model, whose labels stand at their own position."""
+    inputs = {key: value for key, value in batch.items() if key != "labels"}
+    return token_sums(model(**inputs, use_cache=False).logits, batch["labels"])
+
+
+def loss_and_accuracy(sums: dict[str, float]) -> dict[str, float]:
+    """Evaluation metrics from the dataset's `token_sums`: means over target tokens, whatever the batches were."""
+    return {
+        "eval_loss": sums["nll"] / sums["tokens"],
+        "eval_token_accuracy": sums["correct"] / sums["tokens"],
+        "eval_examples": int(sums["examples"]),
+    }
+
+
+def generate_texts(
+    accelerator: Accelerator,
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    batches: Iterable[EvalBatch],
+    *,
+    max_new_tokens: int,
+    num_beams: int = 1,
+    **generation_settings: Any,
+) -> list[str] | None:
+    """Texts that the model generates for the batches, each example once, in dataset order; None except on the main process.
+
+    Encoder-decoder models read a batch's `input_ids` and `attention_mask`; causal models continue them, so prompts must be
+    padded on the left, and the texts are without the prompts. Greedy or beam search unless `generation_settings` (fields
+    of transformers' GenerationConfig) say otherwise; the numbers of start, end and padding tokens are the model's.
+    Collective: each process needs the same number of batches.
+    """
+    settings = {"max_new_tokens": max_new_tokens, "num_beams": num_beams, "do_sample": False} | generation_settings
+    texts: list[tuple[int, str]] = []
+    with _evaluation_mode(model), generation_model(model) as hf_model, _generation_config(hf_model, settings):
+        # Sharded: a process that is done keeps calling the model until all are, because its forward pass is collective.
+        synced = accelerator.num_processes > 1 and is_sharded(model)
+        for item in _progress(accelerator, batches, "generating"):
+            inputs = _to_device({key: item.batch[key] for key in ("input_ids", "attention_mask")}, accelerator)
+            output = hf_model.generate(**inputs, synced_gpus=synced)
+            if not hf_model.config.is_encoder_decoder:
+                assert bool(inputs["attention_mask"][:, -1].all()), "prompts must be padded on the left"
+                output = output[:, inputs["input_ids"].shape[1] :]
+            if not item.is_padding:
+                texts += zip(item.indices, decode_texts(tokenizer, output), strict=True)
+    by_index = dict(gathered := gather_object(texts))
+    assert sorted(index for index, _ in gathered) == list(range(len(gathered))), "each example comes exactly once"
+    return [by_index[index] for index in range(len(gathered))] if accelerator.is_main_process else None
+
+
+def decode_texts(tokenizer: PreTrainedTokenizerBase, token_ids: torch.Tensor | Sequence[Sequence[int]]) -> list[str]:
+    """Texts of rows of token ids, without special tokens and without label padding (-100), which is no token."""
+    rows = token_ids.tolist() if isinstance(token_ids, torch.Tensor) else token_ids
+    kept = [[token for token in row if token != IGNORE_INDEX] for row in rows]
+    return [text.strip() for text in tokenizer.batch_decode(kept, skip_special_tokens=True)]
+
+
+@contextmanager
+def _evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Eval mode without gradients; the model's mode comes back afterwards."""
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(was_training)
+
+
+@contextmanager
+def _generation_config(hf_model: PreTrainedModel, settings: dict[str, Any]) -> Iterator[None]:
+    """The settings on top of the model's own generation config, which comes back afterwards."""
+    own = hf_model.generation_config
+    config = copy.deepcopy(own)
+    # A limit of the checkpoint's, or else transformers' 20 tokens, gives way. Training alone goes without the cache.
+    unknown = config.update(max_length=None, use_cache=True, **settings)
+    assert not unknown, f"no fields of GenerationConfig: {unknown}"
+    # In the model and not as an argument of generate, which would fill in the checkpoint's limit again.
+    hf_model.generation_config = config
+    try:
+        yield
+    finally:
+        hf_model.generation_config = own
+
+
+def _to_device(batch: Batch, accelerator: Accelerator) -> Batch:
+    return {key: value.to(accelerator.device, non_blocking=True) for key, value in batch.items()}
+
+
+def _progress(accelerator: Accelerator, batches: Iterable[EvalBatch], description: str) -> Iterable[EvalBatch]:
+    """A progress bar on one process, only when it takes longer than two seconds."""
+    return tqdm(batches, desc=description, unit="batch", delay=2, leave=False, disable=not accelerator.is_main_process)

@@ -1,0 +1,345 @@
+"""Process group, device and precision of a run, as the accelerate launcher's YAML asks for them.
+
+The one place that builds an `Accelerator`. On a machine without a GPU the same YAML is rehearsed on the CPU over gloo
+with real FSDP units; what had to be substituted is named in the banner, and what cannot be rehearsed is refused.
+"""
+
+import os
+import shutil
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Literal, NoReturn
+
+import torch
+import torch.distributed as dist
+import yaml
+from accelerate import Accelerator
+from accelerate.utils import (
+    FullyShardedDataParallelPlugin,
+    GradientAccumulationPlugin,
+    InitProcessGroupKwargs,
+)
+
+from common.arguments import TrainArguments, UserError, is_first_process
+
+EXIT_ERROR = 1
+EXIT_USER_ERROR = 2
+EXIT_STOPPED = 75  # stopped by a signal with a complete checkpoint; start again to go on
+
+# Other processes wait this long before they report, so that the one that failed first is seen alone: the launcher ends
+# them within a second of its exit.
+REPORT_DELAY_SECONDS = 5.0
+
+
+class Stopped(Exception):
+    """The run was asked to stop and has saved a complete checkpoint."""
+
+
+class RunFailed(Exception):
+    """Training cannot go on (a loss that is not finite, a full disk): shown as one line; exit code 1."""
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """What the YAML asks for, read from the launcher's environment."""
+
+    kind: Literal["single", "ddp", "fsdp1", "fsdp2"]
+    mixed_precision: str
+    """no, bf16, fp16 or fp8, as it is in effect."""
+    plugin: FullyShardedDataParallelPlugin | None = None
+    """accelerate's reading of fsdp_config; None without FSDP."""
+    ram_efficient_loading: bool = True
+    compile_backend: str | None = None
+    substitutions: tuple[str, ...] = field(default=())
+    """What this machine cannot do as asked and what runs in its place, for the banner."""
+
+    @property
+    def is_fsdp(self) -> bool:
+        return self.plugin is not None
+
+    def describe(self) -> str:
+        """The strategy in words."""
+        names = {"single": "one device", "ddp": "DDP, parameters replicated", "fsdp1": "FSDP1", "fsdp2": "FSDP2"}
+        text = names[self.kind]
+        if self.kind == "fsdp2":
+            assert self.plugin is not None
+            text += ", parameters, gradients and optimizer sharded"
+            text += ", resharded after forward" if self.plugin.reshard_after_forward else ", kept after forward"
+        elif self.kind == "fsdp1":
+            assert self.plugin is not None and self.plugin.sharding_strategy is not None
+            text += f" {self.plugin.sharding_strategy.name}"
+        return text
+
+
+def run(main: Callable[[], None]) -> NoReturn:
+    """Run a recipe's main and leave with its exit code: 0 done, 1 error, 2 user error, 75 stopped with a checkpoint.
+
+    An error is shown once, by the process that had it. The others leave quietly and nothing waits for them.
+    """
+    show_traceback = "--debug" in sys.argv
+    try:
+        main()
+    except UserError as error:
+        code, message = EXIT_USER_ERROR, traceback.format_exc() if show_traceback else f"error: {error}\n"
+    except RunFailed as error:
+        code, message = EXIT_ERROR, traceback.format_exc() if show_traceback else f"error: {error}\n"
+    except Stopped as stopped:
+        code, message = EXIT_STOPPED, f"{stopped}\n"
+    except KeyboardInterrupt:
+        code, message = EXIT_ERROR, "interrupted\n"
+    except Exception as error:
+        code, message = EXIT_ERROR, traceback.format_exc()
+        if _is_lost_connection(error):
+            # Another process has gone; its own error is the one to see, and the launcher is about to end this one.
+            time.sleep(2 * REPORT_DELAY_SECONDS)
+    else:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        sys.exit(0)
+    if not is_first_process():
+        time.sleep(REPORT_DELAY_SECONDS)
+    if code != EXIT_STOPPED or is_first_process():
+        sys.stdout.flush()
+        sys.stderr.write(message)
+    sys.stderr.flush()
+    # Not sys.exit: the interpreter's shutdown can wait for collectives that will never finish.
+    os._exit(code)
+
+
+def _is_lost_connection(error: BaseException) -> bool:
+    if isinstance(error, dist.DistError):
+        return True
+    return any(text in str(error) for text in ("Connection closed by peer", "Connection reset by peer", "gloo"))
+
+
+def build_accelerator(args: TrainArguments) -> tuple[Accelerator, Strategy]:
+    """Join the process group that the launcher prepared and check that what the YAML asks for is what runs.
+
+    Raises `UserError` before anything is loaded when the machine cannot do what was asked.
+    """
+    requested = _requested_kind()
+    on_cpu = _flag("ACCELERATE_USE_CPU") or not torch.cuda.is_available()
+    num_processes = int(os.environ.get("WORLD_SIZE", "1"))
+    _check_devices(on_cpu)
+    mixed_precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    _check_precision(args, mixed_precision, on_cpu)
+    if os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1") != "1":
+        raise UserError(
+            "gradient_accumulation_steps in the accelerate YAML has no effect here; the preset or "
+            "--gradient_accumulation_steps says it."
+        )
+    substitutions = []
+    ram_efficient_loading = _flag("FSDP_CPU_RAM_EFFICIENT_LOADING", default=True)
+    if requested in ("fsdp1", "fsdp2"):
+        # Loading is ours: every process reads its own slices of a checkpoint. accelerate's and transformers' way, rank 0
+        # alone reading and broadcasting, is switched off, because it leaves the other processes with empty weights.
+        os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
+        os.environ["FSDP_SYNC_MODULE_STATES"] = "false"
+        if on_cpu and num_processes == 1 and requested == "fsdp1":
+            substitutions.append("FSDP1 on one process shards nothing (NO_SHARD)")
+    compute_precision = mixed_precision
+    if on_cpu and mixed_precision in ("bf16", "fp16") and not _cpu_computes(mixed_precision):
+        # Thirty times slower than float32 where the processor has no such instructions.
+        compute_precision = "no"
+        substitutions.append(f"{mixed_precision} computed in float32, which is what this CPU has instructions for")
+    timeout = timedelta(seconds=args.ddp_timeout)
+    if on_cpu and requested != "single" and not dist.is_initialized():
+        # accelerate joins no group for one process, but FSDP needs one.
+        dist.init_process_group("gloo", timeout=timeout)
+        substitutions.insert(0, "rehearsal on the CPU over gloo: real sharding, no GPU")
+    with _quiet_accelerate():
+        accelerator = Accelerator(
+            # MPS has no FSDP or gloo; alone it is accelerate's own choice.
+            cpu=on_cpu and (requested != "single" or _flag("ACCELERATE_USE_CPU")),
+            # Our loop normalises by tokens; accelerate must not divide the loss again.
+            gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
+            kwargs_handlers=[InitProcessGroupKwargs(timeout=timeout)],
+        )
+        plugin = FullyShardedDataParallelPlugin() if requested in ("fsdp1", "fsdp2") else None
+    strategy = Strategy(
+        kind=requested,
+        mixed_precision=compute_precision,
+        plugin=plugin,
+        ram_efficient_loading=ram_efficient_loading,
+        compile_backend=_compile_backend(),
+        substitutions=tuple(substitutions),
+    )
+    _check_effective(accelerator, strategy, num_processes, mixed_precision)
+    _set_up_process(args, accelerator)
+    _claim_output_dir(args, accelerator)
+    return accelerator, strategy
+
+
+def _flag(name: str, default: bool = False) -> bool:
+    return os.environ.get(name, str(default)).lower() in ("1", "true", "yes", "on")
+
+
+def _requested_kind() -> Literal["single", "ddp", "fsdp1", "fsdp2"]:
+    if _flag("ACCELERATE_USE_FSDP"):
+        return "fsdp2" if os.environ.get("FSDP_VERSION", "1") == "2" else "fsdp1"
+    return "ddp" if "RANK" in os.environ else "single"
+
+
+def _cpu_computes(mixed_precision: str) -> bool:
+    # Private, seen in torch 2.11-2.13: there is no public question for bf16 instructions of a CPU.
+    return mixed_precision == "bf16" and (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+
+
+def _compile_backend() -> str | None:
+    backend = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower()
+    return None if backend == "no" else backend
+
+
+def _check_devices(on_cpu: bool) -> None:
+    local_processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if not on_cpu and local_processes > torch.cuda.device_count():
+        raise UserError(
+            f"{local_processes} processes on this machine but {torch.cuda.device_count()} GPUs; "
+            f"launch with --num_processes {torch.cuda.device_count()} (times the number of machines)."
+        )
+
+
+def _check_precision(args: TrainArguments, mixed_precision: str, on_cpu: bool) -> None:
+    if args.param_dtype == "float64" and mixed_precision != "no":
+        raise UserError(
+            f"--param_dtype float64 contradicts mixed_precision {mixed_precision} of the YAML; "
+            "add --mixed_precision no before the script's name."
+        )
+    if on_cpu or "bf16" not in (mixed_precision, args.param_dtype.replace("bfloat16", "bf16")):
+        return
+    # Natively: device, CUDA and NCCL, as the tutorial of PyTorch checks it.
+    where = f"{torch.cuda.get_device_name()} (compute capability {'.'.join(map(str, torch.cuda.get_device_capability()))})"
+    if not torch.cuda.is_bf16_supported(including_emulation=False):
+        raise UserError(
+            f"bf16 asked for, but {where} has no native bf16; add --mixed_precision no before the script's name "
+            "(fp16 suits causal models only)."
+        )
+    if torch.cuda.nccl.version() < (2, 10):
+        raise UserError(f"bf16 asked for, but NCCL {torch.cuda.nccl.version()} cannot sum it; 2.10 or newer can.")
+
+
+def _check_effective(accelerator: Accelerator, strategy: Strategy, num_processes: int, mixed_precision: str) -> None:
+    """Asked for == got, before a model is loaded or a folder is made."""
+    asked = {"processes": num_processes, "mixed_precision": mixed_precision, "fsdp": _flag("ACCELERATE_USE_FSDP")}
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    got = {"processes": world, "mixed_precision": accelerator.mixed_precision, "fsdp": strategy.is_fsdp}
+    if asked != got or accelerator.num_processes != num_processes:
+        raise UserError(
+            f"the launcher asked for {asked}, but this environment gives {got} "
+            f"(accelerate sees {accelerator.num_processes} processes); launch with accelerate launch --config_file."
+        )
+
+
+def _set_up_process(args: TrainArguments, accelerator: Accelerator) -> None:
+    import datasets
+    import transformers
+
+    # Every message of the libraries once, from the main process.
+    if not accelerator.is_local_main_process:
+        datasets.disable_progress_bars()
+        datasets.logging.set_verbosity_error()
+        transformers.utils.logging.disable_progress_bar()
+        transformers.utils.logging.set_verbosity_error()
+        warnings.simplefilter("ignore")
+    if args.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+
+
+RUN_FILES = ("config.yaml", "metrics.jsonl", "checkpoints", "model", "best", "report.html")
+
+
+def _claim_output_dir(args: TrainArguments, accelerator: Accelerator) -> None:
+    folder = Path(str(args.output_dir))
+    found = [name for name in RUN_FILES if (folder / name).exists()]
+    if found and not args.resume_from_checkpoint and not args.overwrite_output_dir:
+        raise UserError(
+            f"--output_dir {folder} holds another run ({', '.join(found)}): choose another folder, go on with "
+            "--resume_from_checkpoint latest, or start afresh with --overwrite_output_dir."
+        )
+    accelerator.wait_for_everyone()  # all have looked before anything changes
+    if accelerator.is_main_process:
+        if not args.resume_from_checkpoint:
+            for name in found:
+                path = folder / name
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"--output_dir {folder}: cannot be created: {error}") from error
+        (folder / "config.yaml").write_text(yaml.safe_dump(args.to_dict(), sort_keys=False), encoding="utf-8")
+    accelerator.wait_for_everyone()
+
+
+@contextmanager
+def _quiet_accelerate():
+    """Without the warnings of settings that accelerate does not act on and we do."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="OMP_NUM_THREADS/MKL_NUM_THREADS unset")
+        yield
+
+
+def banner(args: TrainArguments, accelerator: Accelerator, strategy: Strategy, **rows: str) -> None:
+    """Print what is in effect, the launch and the recipe's own rows, on the main process."""
+    title = Path(sys.argv[0]).stem
+    all_rows = {**_launch_rows(args, accelerator, strategy), **rows}
+    lines = [f"== {title} " + "=" * (96 - len(title))]
+    lines += [f"  {name:<12} {value}" for name, value in all_rows.items() if value]
+    accelerator.print("\n".join(lines), flush=True)
+
+
+def _launch_rows(args: TrainArguments, accelerator: Accelerator, strategy: Strategy) -> dict[str, str | None]:
+    device = accelerator.device.type
+    if device == "cuda":
+        device = torch.cuda.get_device_name()
+        idle = torch.cuda.device_count() - int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        if idle > 0:
+            device += f"; WARNING: {idle} GPUs of this machine stay idle, --num_processes uses them"
+    precision = f"parameters {args.param_dtype}, compute {compute_dtype(args, strategy)}".replace("torch.", "")
+    if strategy.is_fsdp:
+        precision += f", gradients summed in {reduce_dtype(args, strategy)}".replace("torch.", "")
+    return {
+        "preset": f"{args.preset} ({args.preset_reason})",
+        "output": args.output_dir,
+        "strategy": strategy.describe(),
+        "processes": f"{accelerator.num_processes} on {device}",
+        "precision": precision,
+        "compile": strategy.compile_backend or "",
+        "substituted": "; ".join(strategy.substitutions),
+        "libraries": _versions(),
+    }
+
+
+def _versions() -> str:
+    import accelerate
+    import transformers
+
+    return f"torch {torch.__version__}, accelerate {accelerate.__version__}, transformers {transformers.__version__}"
+
+
+def param_dtype(args: TrainArguments) -> torch.dtype:
+    """Type of the parameters that the optimizer updates."""
+    return getattr(torch, args.param_dtype)
+
+
+def compute_dtype(args: TrainArguments, strategy: Strategy) -> torch.dtype:
+    """Type of matrix products in forward and backward."""
+    return {"bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp16": torch.float16}.get(
+        strategy.mixed_precision, param_dtype(args)
+    )
+
+
+def reduce_dtype(args: TrainArguments, strategy: Strategy) -> torch.dtype:
+    """Type in which FSDP sums gradients: float32 unless asked otherwise, because bf16 loses small gradients."""
+    if args.reduce_dtype is not None:
+        if not strategy.is_fsdp:
+            raise UserError("--reduce_dtype acts under FSDP only; DDP sums gradients in the parameters' type.")
+        return getattr(torch, args.reduce_dtype)
+    return torch.float64 if args.param_dtype == "float64" else torch.float32

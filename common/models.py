@@ -1,0 +1,205 @@
+"""Tokenizer and model: from a checkpoint, or from a config with random weights."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator, init_empty_weights
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+from safetensors import safe_open
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, set_seed
+from transformers.models.auto.auto_factory import _BaseAutoModelClass
+
+from common.arguments import ModelArguments, TrainArguments, UserError
+
+OFFLINE_HINT = "the demo preset runs offline"
+
+
+class WeightSource:
+    """Weights of a checkpoint by the model's parameter names, read piece by piece from memory-mapped safetensors.
+
+    No process holds a copy: slicing what `read` returns touches only that slice of the files.
+    """
+
+    def __init__(self, folder: Path, model: PreTrainedModel) -> None:
+        index = folder / "model.safetensors.index.json"
+        names = [folder / "model.safetensors"]
+        if index.is_file():
+            names = [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+        self._files = [safe_open(name, framework="pt") for name in names]  # type: ignore[no-untyped-call]
+        stored = {key: file for file in self._files for key in file.keys()}
+        prefix = f"{model.base_model_prefix}."
+        self._where: dict[str, tuple[Any, str]] = {}
+        ties = model.all_tied_weights_keys or {}
+        for name, parameter in model.named_parameters():
+            # A checkpoint of the headless base model lacks its prefix; tied parameters are stored under one of their names.
+            aliases = [name, ties.get(name, name)] + [key for key, source in ties.items() if source == name]
+            key = next((k for a in aliases for k in (a, a.removeprefix(prefix)) if k in stored), None)
+            if key is None or tuple(stored[key].get_slice(key).get_shape()) != tuple(parameter.shape):
+                raise KeyError(name)
+            self._where[name] = (stored[key], key)
+
+    def read(self, name: str) -> Any:
+        """Parameter `name`, to be sliced (`[:]` for the whole)."""
+        file, key = self._where[name]
+        return file.get_slice(key)
+
+
+def fetch(name_or_path: str, what: str, patterns: list[str] | None = None) -> Path:
+    """Local folder of a model or tokenizer, downloaded from the hub when it is no folder.
+
+    Raises `UserError` that says what to download or where to accept the licence when the hub does not give it.
+    """
+    path = Path(name_or_path)
+    if path.is_dir():
+        return path
+    if path.is_absolute() or name_or_path.startswith((".", "~")) or name_or_path.count("/") > 1:
+        raise UserError(f"{what} {name_or_path}: no such folder.")
+    try:
+        return Path(snapshot_download(name_or_path, allow_patterns=patterns))
+    except GatedRepoError as error:
+        raise UserError(
+            f"{what} {name_or_path} is gated: accept its licence at https://huggingface.co/{name_or_path}, then "
+            f"`hf auth login`; {OFFLINE_HINT}."
+        ) from error
+    except RepositoryNotFoundError as error:
+        raise UserError(f"{what} {name_or_path}: neither a folder here nor a public repository on the hub.") from error
+    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+        raise UserError(
+            f"{what} {name_or_path} is not in the local cache and the hub cannot be reached: run "
+            f"`hf download {name_or_path}` where there is a network, or give a local folder; {OFFLINE_HINT}."
+        ) from error
+
+
+TOKENIZER_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]
+
+
+def load_tokenizer(args: ModelArguments) -> PreTrainedTokenizerBase:
+    """Tokenizer of --tokenizer_name_or_path, or the model's own.
+
+    Raises `UserError` when there is none to be had.
+    """
+    source = args.tokenizer_name_or_path or args.model_name_or_path
+    if source is None:
+        raise UserError("--tokenizer_name_or_path is needed with --model_config_path: a config has no tokenizer.")
+    folder = fetch(source, "tokenizer", TOKENIZER_FILES)
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        raise UserError(f"tokenizer {source}: cannot be loaded: {_first_line(error)}") from error
+
+
+def load_config(args: ModelArguments) -> Any:
+    """Config of the model to train, with --config_overrides and --attn_implementation applied.
+
+    Raises `UserError` for a missing or unreadable config and for an override of a key that the config lacks.
+    """
+    source = args.model_config_path or args.model_name_or_path
+    if source is None:
+        raise UserError("give --model_name_or_path (pretrained) or --model_config_path (random weights).")
+    folder = Path(source) if args.model_config_path else fetch(source, "model", ["*.json"])
+    if args.model_config_path and not folder.exists():
+        raise UserError(f"--model_config_path {source}: no such file or folder.")
+    try:
+        config = AutoConfig.from_pretrained(folder)
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"model config {source}: cannot be read: {_first_line(error)}") from error
+    if args.config_overrides:
+        for item in args.config_overrides.split(","):
+            key, equals, _ = item.partition("=")
+            if not equals or not hasattr(config, key.strip()):
+                raise UserError(f"--config_overrides {item!r}: expected key=value with a key of {type(config).__name__}.")
+        try:
+            config.update_from_string(args.config_overrides.replace(" ", ""))
+        except ValueError as error:
+            raise UserError(f"--config_overrides {args.config_overrides!r}: {_first_line(error)}") from error
+    return config
+
+
+def check_kind(config: Any, auto_class: type[_BaseAutoModelClass]) -> None:
+    """Raise `UserError` when the config's model is not of the kind that the recipe trains."""
+    if type(config) not in auto_class._model_mapping:
+        kind = {"AutoModelForSeq2SeqLM": "encoder-decoder", "AutoModelForCausalLM": "causal"}[auto_class.__name__]
+        raise UserError(
+            f"{type(config).__name__} (model type {config.model_type!r}) is no {kind} model, which this recipe trains."
+        )
+
+
+def check_vocabulary(config: Any, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise `UserError` when the tokenizer has tokens that the model has no embedding for."""
+    if len(tokenizer) > config.vocab_size:
+        raise UserError(
+            f"the tokenizer has {len(tokenizer)} tokens but the model's vocab_size is {config.vocab_size}: give the "
+            "model's own tokenizer with --tokenizer_name_or_path."
+        )
+
+
+def load_model(
+    args: TrainArguments, config: Any, auto_class: type[_BaseAutoModelClass], accelerator: Accelerator
+) -> tuple[PreTrainedModel, WeightSource | None]:
+    """Model to give to `prepare_model`, with the source of its weights.
+
+    Random weights are drawn on the device, equal on all processes (same seed), and the source is None. A checkpoint's
+    model is on the meta device; its weights are read into the shards later. At most one full copy per machine is in host
+    memory, and none where the files can be read by slices (safetensors under the model's own names).
+    Raises `UserError` when the checkpoint lacks weights.
+    """
+    kwargs: dict[str, Any] = {"attn_implementation": args.attn_implementation} if args.attn_implementation else {}
+    set_seed(args.seed)
+    try:
+        if args.model_config_path:
+            with torch.device(accelerator.device):
+                model = auto_class.from_config(config, dtype=torch.float32, **kwargs)
+            return model, None
+        with init_empty_weights(include_buffers=False):
+            model = auto_class.from_config(config, dtype=torch.float32, **kwargs)
+    except (ValueError, ImportError) as error:
+        if args.attn_implementation:
+            raise UserError(f"--attn_implementation {args.attn_implementation}: {_first_line(error)}") from error
+        raise
+    model.tie_weights()
+    assert args.model_name_or_path is not None
+    folder = fetch(args.model_name_or_path, "model", ["*.json", "*.safetensors"])
+    if not list(folder.glob("*.safetensors")):
+        folder = fetch(args.model_name_or_path, "model", ["*.json", "*.bin"])
+    try:
+        return model, WeightSource(folder, model)
+    except (KeyError, OSError):
+        return model, _convert(args, folder, config, auto_class, model, accelerator)
+
+
+def _convert(
+    args: TrainArguments, folder: Path, config: Any, auto_class: Any, model: PreTrainedModel, accelerator: Accelerator
+) -> WeightSource:
+    """Weights of an older format or with other key names: converted once per machine by transformers' own loader."""
+    converted = Path(str(args.output_dir)) / "converted_weights"
+    if accelerator.is_local_main_process:
+        try:
+            full, report = auto_class.from_pretrained(folder, config=config, dtype="auto", output_loading_info=True)
+        except (OSError, ValueError, RuntimeError) as error:
+            raise UserError(f"model {folder}: its weights cannot be loaded: {_first_line(error)}") from error
+        if report["missing_keys"]:
+            missing = sorted(report["missing_keys"])
+            raise UserError(f"model {folder}: the checkpoint lacks {len(missing)} weights, the first is {missing[0]}.")
+        full.save_pretrained(converted)
+        del full
+    accelerator.wait_for_everyone()
+    source = WeightSource(converted, model)
+    accelerator.wait_for_everyone()
+    if accelerator.is_local_main_process:
+        shutil.rmtree(converted)  # the files stay readable for those who have them open
+    return source
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def describe_model(model: PreTrainedModel, args: ModelArguments) -> str:
+    """Model in one line: class, parameters, where its weights come from."""
+    count = sum(p.numel() for p in model.parameters())
+    origin = f"weights of {args.model_name_or_path}" if args.model_name_or_path else f"random weights, {args.model_config_path}"
+    return f"{type(model).__name__}, {count / 1e6:,.1f}M parameters, {origin}"

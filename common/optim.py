@@ -1,0 +1,67 @@
+"""Optimizer with decay groups, and learning-rate schedules as a function of the optimizer step."""
+
+import math
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from common.arguments import OptimizerArguments
+
+
+def build_optimizer(model: nn.Module, args: OptimizerArguments) -> torch.optim.Optimizer:
+    """Optimizer over the prepared model's trainable parameters; biases and norms get no weight decay.
+
+    Groups follow from the owning module, not from the parameter's shape: FSDP1 flattens parameters.
+    """
+    decayed, plain = [], []
+    seen = set()
+    for module in model.modules():
+        is_norm = "norm" in type(module).__name__.lower()
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.requires_grad and parameter not in seen:
+                seen.add(parameter)
+                (plain if is_norm or not name.endswith("weight") else decayed).append(parameter)
+    groups = [{"params": decayed, "weight_decay": args.weight_decay}, {"params": plain, "weight_decay": 0.0}]
+    groups = [group for group in groups if group["params"]]
+    if args.optim == "adafactor":
+        return torch.optim.Adafactor(groups, lr=args.learning_rate)
+    if args.optim == "adadelta":
+        return torch.optim.Adadelta(groups, lr=args.learning_rate)
+    return torch.optim.AdamW(
+        groups,
+        lr=args.learning_rate,
+        betas=(args.adam_beta1, args.adam_beta2),
+        eps=args.adam_epsilon,
+        fused=next(iter(seen)).device.type == "cuda",
+    )
+
+
+def learning_rate(args: OptimizerArguments, step: int, num_steps: int, steps_per_epoch: float) -> float:
+    """Learning rate of optimizer step `step` (from 0) of `num_steps`.
+
+    Warm-up is linear and never 0; the decay ends at exactly min_learning_rate in the last step.
+    """
+    warmup = round(args.warmup_steps * num_steps) if args.warmup_steps < 1 else round(args.warmup_steps)
+    if step < warmup:
+        return args.learning_rate * (step + 1) / (warmup + 1)
+    span = args.learning_rate - args.min_learning_rate
+    progress = min(1.0, (step - warmup) / max(1, num_steps - 1 - warmup))
+    if args.lr_scheduler_type == "linear":
+        return args.learning_rate - span * progress
+    if args.lr_scheduler_type == "cosine":
+        return args.min_learning_rate + span * 0.5 * (1.0 + math.cos(math.pi * progress))
+    if args.lr_scheduler_type == "step":
+        # A full number of epochs behind the step, not a rounded count of steps: epochs need not divide evenly.
+        epoch = math.floor(step / steps_per_epoch + 1e-9)
+        return max(args.min_learning_rate, args.learning_rate * args.lr_gamma**epoch)
+    return args.learning_rate
+
+
+def build_scheduler(
+    optimizer: torch.optim.Optimizer, args: OptimizerArguments, num_steps: int, steps_per_epoch: float
+) -> LambdaLR:
+    """Scheduler whose k-th step() sets the rate of optimizer step k; it must not be prepared by accelerate."""
+    return LambdaLR(
+        optimizer, lambda step: learning_rate(args, step, num_steps, steps_per_epoch) / args.learning_rate
+    )

@@ -1,0 +1,250 @@
+"""Where metrics go: metrics.jsonl always; wandb and tensorboard through accelerate's trackers, which may fail."""
+
+import json
+import math
+import os
+from collections.abc import Callable, Mapping
+from netrc import NetrcParseError, netrc
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from accelerate import Accelerator
+from accelerate.tracking import GeneralTracker, TensorBoardTracker, WandBTracker
+from accelerate.utils import is_tensorboard_available, is_wandb_available
+
+from common.arguments import TrainArguments, UserError
+
+Metrics = Mapping[str, float | int | str]
+
+# The other processes wait in their next collective while the main one connects.
+WANDB_TIMEOUT_SECONDS = 60
+
+_AVAILABLE = {"wandb": is_wandb_available, "tensorboard": is_tensorboard_available}
+
+
+def check_report_to(report_to: str) -> list[str]:
+    """Names of the trackers in --report_to ("none", or names with commas).
+
+    Raises `UserError` for an unknown name or one whose package is missing.
+    """
+    names = [name.strip() for name in report_to.split(",")]
+    if names == ["none"]:
+        return []
+    for name in names:
+        if name not in _AVAILABLE:
+            raise UserError(f"--report_to: unknown tracker {name!r}; choose none, {', '.join(_AVAILABLE)} or a,b.")
+        if not _AVAILABLE[name]():
+            raise UserError(f"--report_to {name}: the package is not installed; pip install {name}, or drop the flag.")
+    return list(dict.fromkeys(names))
+
+
+class MetricsLog:
+    """metrics.jsonl: one JSON object a line, written by the main process only.
+
+    Each line is on disk before `log` returns, so a run that is killed loses at most the line being written. Numbers
+    keep their full precision; NaN and infinities, which JSON lacks, become null.
+    """
+
+    def __init__(self, output_dir: str | Path, is_main_process: bool) -> None:
+        self.path = Path(output_dir) / "metrics.jsonl"
+        self.is_main_process = is_main_process
+        if is_main_process:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        """Append a line with `step` and the metrics."""
+        if not self.is_main_process:
+            return
+        values = {key: None if _is_non_finite(value) else value for key, value in metrics.items()}
+        line = json.dumps({"step": step, **values}, allow_nan=False) + "\n"
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(line)
+
+    def truncate_after(self, step: int) -> None:
+        """Drop the lines of later steps, and a last line that a killed run left incomplete, before a run goes on at `step`.
+
+        The file is replaced at once: a kill leaves the old one or the new one.
+        """
+        if not self.is_main_process or not self.path.exists():
+            return
+        lines = self.path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+        if lines and not lines[-1].endswith("\n"):
+            del lines[-1]
+        kept = []
+        for number, line in enumerate(lines, start=1):
+            try:
+                line_step = json.loads(line)["step"]
+            except (ValueError, KeyError, TypeError) as error:
+                raise UserError(
+                    f"{self.path}, line {number}: expected a JSON object with a step, found {line.strip()[:60]!r}; "
+                    "repair or remove the line."
+                ) from error
+            if line_step <= step:
+                kept.append(line)
+        temporary = self.path.with_suffix(".tmp")
+        with temporary.open("w", encoding="utf-8") as file:
+            file.writelines(kept)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(self.path)
+
+
+def _is_non_finite(value: float | int | str) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)
+
+
+class Trackers:
+    """wandb and tensorboard runs of a training, one for all processes.
+
+    All processes may call the methods; only the main process acts, and nothing here is collective. A tracker that
+    fails, at the start or later, is dropped with one warning, and training goes on.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        report_to: list[str],
+        *,
+        output_dir: str | Path,
+        project: str,
+        run_name: str,
+        entity: str | None = None,
+        config: Mapping[str, Any],
+    ) -> None:
+        self._print = accelerator.print
+        self._trackers: list[GeneralTracker] = []
+        if not accelerator.is_main_process:
+            return
+        simple = {key: value if isinstance(value, (bool, int, float, str)) else str(value) for key, value in config.items()}
+        for name in report_to:
+            # One by one and not by accelerator.init_trackers, which would take the others along when one fails.
+            def start(name: str = name) -> None:
+                if name == "wandb":
+                    tracker: GeneralTracker = _wandb_tracker(accelerator, Path(output_dir), project, run_name, entity)
+                else:
+                    tracker = TensorBoardTracker("tensorboard", output_dir)
+                tracker.start()
+                self._trackers.append(tracker)
+                accelerator.trackers.append(tracker)  # for accelerator.get_tracker
+                tracker.store_init_configuration(simple)
+
+            self._guard(name, start)
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        """Send the metrics of a step."""
+        for tracker in list(self._trackers):
+            self._guard(tracker.name, lambda: tracker.log(dict(metrics), step=step))
+
+    def upload_model(self, folder: Path) -> None:
+        """Send an exported model to wandb as an artifact."""
+        for tracker in [tracker for tracker in self._trackers if tracker.name == "wandb"]:
+            self._guard("wandb", lambda: tracker.tracker.log_artifact(str(folder), name=folder.parent.name, type="model"))
+
+    def finish(self) -> None:
+        """Close the runs; call it once, at the end."""
+        for tracker in list(self._trackers):
+            self._guard(tracker.name, tracker.finish)
+        self._trackers.clear()
+
+    def _guard(self, name: str, action: Callable[[], Any]) -> None:
+        try:
+            action()
+        except Exception as error:  # whatever it is, it is no reason to lose a training run
+            self._trackers = [tracker for tracker in self._trackers if tracker.name != name]
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            self._print(f"warning: {name} failed ({reason}); training goes on without it, metrics.jsonl has everything.")
+
+
+class RunLog:
+    """Where a run's metrics go: metrics.jsonl, and the trackers of --report_to."""
+
+    def __init__(self, args: TrainArguments, accelerator: Accelerator, project: str) -> None:
+        report_to = check_report_to(args.report_to)
+        if args.wandb_log_model and "wandb" not in report_to:
+            raise UserError("--wandb_log_model uploads to wandb: add --report_to wandb, or drop the flag.")
+        output_dir = Path(str(args.output_dir))
+        self.file = MetricsLog(output_dir, accelerator.is_main_process)
+        self.trackers = Trackers(
+            accelerator,
+            report_to,
+            output_dir=output_dir,
+            project=args.wandb_project or project,
+            run_name=args.run_name or output_dir.name,
+            entity=args.wandb_entity,
+            config=args.to_dict(),
+        )
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        """Write the metrics of a step; the main process acts, all may call it."""
+        self.file.log(step, metrics)
+        self.trackers.log(step, metrics)
+
+    def finish(self, model_folder: Path | None = None) -> None:
+        """Close the trackers, after uploading the exported model to wandb where a folder is given."""
+        if model_folder is not None:
+            self.trackers.upload_model(model_folder)
+        self.trackers.finish()
+
+
+def _wandb_tracker(
+    accelerator: Accelerator, output_dir: Path, project: str, run_name: str, entity: str | None
+) -> WandBTracker:
+    import wandb
+
+    mode = wandb_mode()
+    if mode == "offline":
+        accelerator.print(
+            f"wandb: offline; upload the run with `wandb sync {output_dir}/wandb/offline-run-*`, "
+            "or log in first (`wandb login`, or WANDB_API_KEY)."
+        )
+    settings = wandb.Settings(init_timeout=WANDB_TIMEOUT_SECONDS)
+    return WandBTracker(project, name=run_name, entity=entity, dir=str(output_dir), mode=mode, settings=settings)
+
+
+def wandb_mode() -> str:
+    """WANDB_MODE when it is set; else online with a key or a login, and offline without. Never asks, never connects."""
+    import wandb
+
+    if mode := os.environ.get("WANDB_MODE"):
+        return mode
+    # Not wandb.login, which starts a query that keeps a process without a network from ending.
+    settings = wandb.setup().settings
+    hosts = {urlsplit(settings.base_url).netloc}
+    if settings.base_url == wandb.Settings().base_url:
+        hosts.add("api.wandb.ai")  # the default server has had two names
+    has_login = settings.api_key or settings.identity_token_file or any(map(_netrc_has, hosts))
+    return "online" if has_login else "offline"
+
+
+def _netrc_has(host: str) -> bool:
+    """Whether `wandb login` has left a key for the host."""
+    default = Path.home() / ("_netrc" if os.name == "nt" else ".netrc")
+    try:
+        return netrc(os.environ.get("NETRC", default)).authenticators(host) is not None
+    except (OSError, NetrcParseError):
+        return False
+
+
+_UNITS: dict[str, Callable[[float], str]] = {
+    "learning_rate": lambda value: f"lr {value:.2e}",
+    "num_tokens": lambda value: f"{value:,.0f} tokens",
+    "tokens_per_second_per_device": lambda value: f"{value:,.0f} tok/s/device",
+    "mfu": lambda value: f"mfu {value:.1%}",
+    "peak_memory_gib": lambda value: f"{value:.1f} GiB",
+    "peak_reserved_gib": lambda value: f"{value:.1f} GiB reserved",
+    "step_seconds": lambda value: f"{value:.3g} s/step",
+    "data_wait_seconds": lambda value: f"data {value:.2g} s",
+    "eval_examples": lambda value: f"{value:,} examples",
+}
+
+
+def format_metrics(metrics: Metrics) -> str:
+    """One short line for people: `loss 3.214 | lr 2.00e-05 | 1,234 tok/s/device`."""
+    parts = []
+    for key, value in metrics.items():
+        if key in _UNITS and not isinstance(value, str):
+            parts.append(_UNITS[key](value))
+        else:
+            parts.append(f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}")
+    return " | ".join(parts)

@@ -1,0 +1,99 @@
+"""tools/check_config.py: what it prints, and its exit code."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import REPOSITORY
+from tools import check_config
+
+CONFIGS = REPOSITORY / "accelerate_configs"
+LLAMA = """{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 8, "intermediate_size": 8,
+            "num_attention_heads": 2, "num_hidden_layers": 1, "vocab_size": 9}"""
+
+
+def test_without_arguments_it_checks_all_shipped_files_fast() -> None:
+    started = time.monotonic()
+    run = subprocess.run(
+        [sys.executable, "-X", "importtime", str(REPOSITORY / "tools" / "check_config.py")],
+        cwd=REPOSITORY,
+        env=dict(os.environ),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    seconds = time.monotonic() - started
+    assert run.returncode == 0, run.stderr
+    headings = [line for line in run.stdout.splitlines() if not line.startswith(" ")]
+    assert headings == [f"accelerate_configs/{path.name}: fine" for path in sorted(CONFIGS.glob("*.yaml"))]
+    imported = {line.rpartition("|")[2].strip() for line in run.stderr.splitlines()}
+    assert "yaml" in imported and not imported & {"torch", "transformers", "accelerate", "numpy"}
+    assert seconds < 10  # 0.3 s on an idle machine
+
+
+def test_good_and_bad_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bad = tmp_path / "bad.yaml"
+    bad.write_text((CONFIGS / "fsdp_full_shard.yaml").read_text() + "  fsdp_foward_prefetch: true\n")
+    assert check_config.main(["ddp", str(bad), "fsdp1_no_shard"]) == 2
+    out, err = capsys.readouterr()
+    assert (
+        "ddp.yaml: fine\n    processes    2 on 1 machine\n    strategy     DDP" in out
+        and "fsdp1_no_shard.yaml: fine" in out
+    )
+    assert err == f"{bad}:18: fsdp_foward_prefetch: no key of fsdp_config; did you mean fsdp_forward_prefetch?.\n"
+
+
+def test_the_launcher_s_flags_and_the_machine(capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        check_config.main(["fsdp_full_shard", "--num_processes", "16", "--num_machines", "2", "--num_gpus", "8"]) == 0
+    )
+    assert "16 on 2 machines, 8 on each" in capsys.readouterr().out
+    assert check_config.main(["fsdp_full_shard", "--num_processes", "16", "--num_gpus", "8"]) == 2
+    assert "has 8 GPUs" in capsys.readouterr().err
+    assert check_config.main(["fsdp_fp8", "--mixed_precision", "bf16"]) == 0
+    assert "bf16 compute\n" in capsys.readouterr().out
+
+
+def test_wrapping_with_the_model_of_a_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = (CONFIGS / "fsdp_full_shard.yaml").read_text()
+    named, sized = tmp_path / "named.yaml", tmp_path / "sized.yaml"
+    named.write_text(text + "  fsdp_transformer_layer_cls_to_wrap: T5Block, LlamaDecoderLayer\n")
+    sized.write_text(text.replace("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP") + "  fsdp_min_num_params: 1000\n")
+    files = ["fsdp_full_shard", str(named), str(sized)]
+    assert check_config.main([*files, "--recipe", "t5_summarize"]) == 2
+    out, err = capsys.readouterr()
+    assert out.count(": fine") == 1
+    assert (
+        f"{named}: fsdp_transformer_layer_cls_to_wrap: T5ForConditionalGeneration has no module of class LlamaD" in err
+    )
+    assert f"{sized}: fsdp_auto_wrap_policy: SIZE_BASED_WRAP cuts an encoder-decoder model" in err
+
+    (tmp_path / "config.json").write_text(LLAMA)
+    preset = tmp_path / "preset.yaml"
+    preset.write_text(f"model_config_path: {tmp_path}\nconfig_overrides: num_hidden_layers=2\nlearning_rate: 1e-3\n")
+    for source in (["--model_config_path", str(tmp_path)], ["--config", str(preset)]):
+        assert check_config.main([*files, *source]) == 2
+        out, err = capsys.readouterr()
+        assert out.count(": fine") == 2 and "LlamaForCausalLM has no module of class T5Block" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (
+            ["fsdp_fullshard"],
+            "file fsdp_fullshard: no such file, and none of that name in accelerate_configs/: ddp, fsdp1_",
+        ),
+        (["--recipe", "t5"], "--recipe t5: no such recipe; recipes: "),
+        (["--recipe", "t5_summarize", "--config", "t5_summarize_huge"], "in configs/: "),
+        (["--model_config_path", "absent"], "--model_config_path absent: no such file or folder"),
+    ],
+)
+def test_mistakes_on_the_command_line(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert check_config.main(arguments) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: ") and said in err and err.count("\n") == 1

@@ -1,0 +1,257 @@
+"""tools/launch.py: exit codes, silence and signals.
+
+Most tests start the launcher from the forked parent, which saves its imports; its workers are small scripts.
+"""
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.conftest import REPOSITORY
+from tests.forked import CONFIGS, ForkedParent, Handle
+from tools import launch
+
+TOOL = REPOSITORY / "tools" / "launch.py"
+START = "import os, signal, sys, time\nrank = int(os.environ.get('RANK', 0))\n"
+# Stops like a recipe: finishes its save in so many seconds after the signal. A second signal would show in the output.
+SAVE = """
+def stop(signum, frame):
+    print(f"rank {rank}: signal {signum}", flush=True)
+    time.sleep(float(sys.argv[1 + rank]))
+    print(f"rank {rank}: saved", flush=True)
+    sys.exit(75)
+signal.signal(signal.SIGTERM, stop)
+signal.signal(signal.SIGINT, stop)
+print("ready", flush=True)
+time.sleep(30)
+"""
+
+
+def worker(folder: Path, text: str) -> str:
+    path = folder / "worker.py"
+    path.write_text(START + textwrap.dedent(text))
+    return str(path)
+
+
+def command(config: str, script: str, *flags: str) -> list[str]:
+    return ["--config_file", str(CONFIGS / f"{config}.yaml"), "--main_process_port", "0", script, *flags]
+
+
+def start(forked: ForkedParent, config: str, script: str, *flags: str, env: dict[str, str] | None = None) -> Handle:
+    return forked.start(TOOL, *command(config, script, *flags), config="single_device", env=env)
+
+
+def wait_until_ready(handle: Handle, num_workers: int) -> None:
+    deadline = time.monotonic() + 60
+    while handle.output.count("ready") < num_workers:
+        assert time.monotonic() < deadline, handle.output
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("codes", "expected"),
+    [
+        ({0: 2, 1: None}, 2),
+        ({0: 1, 1: 2}, 2),
+        ({0: 75, 1: 75}, 75),
+        ({0: 0, 1: 75}, 75),
+        ({0: -9, 1: 1}, 1),
+        ({0: None, 1: 3}, 3),
+        ({0: None, 1: -9}, 137),
+        ({0: None, 1: None}, 1),
+    ],
+)
+def test_exit_code_is_the_first_failure(codes: launch.Codes, expected: int) -> None:
+    assert launch.exit_code(codes) == expected
+
+
+@pytest.mark.parametrize("config", ["single_device", "ddp", "fsdp_full_shard"])
+@pytest.mark.parametrize(
+    ("text", "exit_code", "output"),
+    [
+        ("print('done', flush=True) if rank == 0 else time.sleep(0.5)", 0, "done\n"),
+        ("if rank == 0: sys.exit('error: one line') \ntime.sleep(30)", 1, "error: one line\n"),
+        (
+            "if rank == 0: print('error: bad flag', file=sys.stderr); sys.exit(2) \ntime.sleep(30)",
+            2,
+            "error: bad flag\n",
+        ),
+        (
+            "if rank == 0: os.kill(os.getpid(), 9) \ntime.sleep(30)",
+            137,
+            "worker 0 was killed by signal 9 (SIGKILL) (out of memory?)\n",
+        ),
+    ],
+)
+def test_exit_code_and_nothing_more(
+    forked: ForkedParent, tmp_path: Path, config: str, text: str, exit_code: int, output: str
+) -> None:
+    result = start(forked, config, worker(tmp_path, text)).wait(60)
+    assert (result.exit_code, result.output) == (exit_code, output)
+
+
+@pytest.mark.launch
+def test_real_launcher_hands_on_code_and_traceback_once(tmp_path: Path) -> None:
+    script = worker(tmp_path, "if rank == 1: raise RuntimeError('lost')\ntime.sleep(30)")
+    arguments = [sys.executable, str(TOOL), *command("fsdp_full_shard", script)]
+    run = subprocess.run(arguments, capture_output=True, text=True, timeout=240)
+    assert run.returncode == 1
+    assert run.stdout == ""
+    assert run.stderr.count("Traceback") == 1 and run.stderr.endswith("RuntimeError: lost\n"), run.stderr
+
+
+def test_worker_that_stops_first_leaves_the_others_their_time(forked: ForkedParent, tmp_path: Path) -> None:
+    text = """
+    signal.signal(signal.SIGTERM, lambda *_: print("disturbed", flush=True))
+    time.sleep(1.5 * rank)
+    print(f"rank {rank}: saved", flush=True)
+    sys.exit(75)
+    """
+    result = start(forked, "fsdp_full_shard", worker(tmp_path, text)).wait(60)
+    assert (result.exit_code, result.output) == (75, "rank 0: saved\nrank 1: saved\n")
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("config", ["single_device", "fsdp_full_shard"])
+def test_signal_is_handed_on_once_and_the_save_waited_for(
+    forked: ForkedParent, tmp_path: Path, config: str, signum: signal.Signals
+) -> None:
+    num_workers = 1 if config == "single_device" else 2
+    handle = start(forked, config, worker(tmp_path, SAVE), "3", "0.5")
+    wait_until_ready(handle, num_workers)
+    handle.send_signal(signal.SIGUSR1)  # ignored
+    os.killpg(handle.pids[0], signum)  # as a terminal does it: to the launcher's whole process group
+    os.killpg(handle.pids[0], signum)  # and once more by another way, such as make
+    result = handle.wait(60)
+    assert result.exit_code == 75, result.output
+    events = [f"rank {rank}: {event}" for rank in range(num_workers) for event in ("signal 15", "saved")]
+    assert sorted(result.output.splitlines()) == sorted(["ready"] * num_workers + events)
+
+
+def test_second_signal_kills_at_once(forked: ForkedParent, tmp_path: Path) -> None:
+    handle = start(forked, "fsdp_full_shard", worker(tmp_path, SAVE), "30", "30")
+    wait_until_ready(handle, 2)
+    handle.send_signal(signal.SIGTERM)
+    time.sleep(1.2)
+    handle.send_signal(signal.SIGTERM)
+    result = handle.wait(60)
+    assert result.exit_code == 128 + signal.SIGKILL
+    assert result.seconds < 20
+    assert "was killed by signal 9 (SIGKILL)\n" in result.output
+
+
+def test_workers_that_do_not_stop_are_killed_after_the_grace(forked: ForkedParent, tmp_path: Path) -> None:
+    handle = start(forked, "single_device", worker(tmp_path, SAVE), "30", env={"LAUNCH_GRACE_SECONDS": "0.5"})
+    wait_until_ready(handle, 1)
+    handle.send_signal(signal.SIGTERM)
+    result = handle.wait(60)
+    assert result.exit_code == 128 + signal.SIGKILL
+    assert result.seconds < 20
+
+
+def test_failing_worker_ends_the_wait_for_the_others(forked: ForkedParent, tmp_path: Path) -> None:
+    text = """
+    signals = []
+    def stop(signum, frame):  # rank 1 fails in its save; rank 0 waits for it until the agent's signal comes
+        signals.append(signum)
+        if rank == 1 or len(signals) == 2:
+            sys.exit(1)
+    signal.signal(signal.SIGTERM, stop)
+    print("ready", flush=True)
+    while True:
+        time.sleep(0.1)
+    """
+    handle = start(forked, "fsdp_full_shard", worker(tmp_path, text))
+    wait_until_ready(handle, 2)
+    handle.send_signal(signal.SIGTERM)
+    result = handle.wait(25)
+    assert result.exit_code == 1 and not result.timed_out
+
+
+def parse(tmp_path: Path, yaml_text: str, *flags: str, script: str | None = None) -> argparse.Namespace:
+    from accelerate.commands.launch import launch_command_parser
+
+    config = tmp_path / "config.yaml"
+    config.write_text(textwrap.dedent(yaml_text))
+    script = script or worker(tmp_path, "")
+    return launch_command_parser().parse_args(["--config_file", str(config), *flags, script])
+
+
+def test_more_processes_than_gpus_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "distributed_type: FSDP\nnum_processes: 8\n"
+    launch.check(parse(tmp_path, text))  # no GPU at all: a rehearsal on the CPU
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    with pytest.raises(ValueError, match=r"8 processes .* 4 GPUs: pass --num_processes 4 "):
+        launch.check(parse(tmp_path, text))
+    launch.check(parse(tmp_path, text, "--num_processes", "4"))
+    launch.check(parse(tmp_path, text, "--num_machines", "2"))
+    launch.check(parse(tmp_path, text, "--cpu"))
+
+
+@pytest.mark.parametrize(
+    ("text", "flags", "message"),
+    [
+        ("distributed_type: FSDP\n", [], "has no num_processes"),
+        ("distributed_type: FSDP\nnum_processes: 3\nnum_machines: 2\n", [], "does not divide evenly over 2 machines"),
+        ("distributed_type: FSDP\nnum_proceses: 3\n", [], "num_proceses"),
+        ("distributed_type: FSPD\nnum_processes: 3\n", [], "FSPD"),
+        ("num_processes: 3\n", [], "distributed_type"),
+        ("distributed_type: [\n", [], "config.yaml"),
+        ("", [], "expected keys and values"),
+        ("distributed_type: FSDP\nnum_processes: 2\n", ["--config_file", "accelerate_configs/fsdp9.yaml"], "ddp.yaml"),
+    ],
+)
+def test_bad_configurations_are_one_line(tmp_path: Path, text: str, flags: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message) as error:
+        launch.check(parse(tmp_path, text, *flags))
+    assert "\n" not in str(error.value)
+
+
+def test_missing_script_and_missing_config_exit_2(forked: ForkedParent, tmp_path: Path) -> None:
+    result = forked.run(TOOL, *command("ddp", str(tmp_path / "absent.py")), config="single_device")
+    assert (result.exit_code, result.output) == (2, f"error: {tmp_path / 'absent.py'}: no such script\n")
+    result = forked.run(TOOL, worker(tmp_path, ""), config="single_device")
+    assert result.exit_code == 2 and result.output.startswith("error: --config_file is missing")
+
+
+def dry_run(*arguments: str, gpus: str = "") -> str:
+    """The command line that make would run, on a machine where CUDA shows the GPUs `gpus`."""
+    run = subprocess.run(
+        ["make", "--dry-run", "--old-file=.venv/.installed", "--no-print-directory", *arguments],
+        cwd=REPOSITORY,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": gpus},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return " ".join(run.stdout.replace("\\\n", " ").split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "gpus", "expected"),
+    [
+        ([], "", "--config_file accelerate_configs/fsdp_full_shard.yaml recipes/t5_summarize.py"),
+        ([], "0,1,3", "accelerate_configs/fsdp_full_shard.yaml --num_processes 3 recipes/t5_summarize.py"),
+        (["CONFIG=single_device"], "0,1", "accelerate_configs/single_device.yaml recipes/t5_summarize.py"),
+        (["CONFIG=my/own.yaml", "NUM_PROCESSES=4"], "0", "my/own.yaml --num_processes 4 recipes/t5_summarize.py"),
+        (["PRESET=demo"], "", "t5_summarize.py --config recipes/configs/t5_summarize_demo.yaml"),
+        (["PRESET=t5_summarize_demo"], "", "t5_summarize.py --config recipes/configs/t5_summarize_demo.yaml"),
+        (["PRESET=my/own.yaml", "ARGS=--max_steps 3"], "", "t5_summarize.py --config my/own.yaml --max_steps 3"),
+    ],
+)
+def test_make_builds_the_command_line(arguments: list[str], gpus: str, expected: str) -> None:
+    assert dry_run("t5-summarize", *arguments, gpus=gpus).endswith(expected)
+
+
+def test_make_demo_uses_two_processes_but_not_on_one_gpu() -> None:
+    assert "fsdp_full_shard.yaml --num_processes 2 recipes/t5_summarize.py" in dry_run("demo")
+    assert "fsdp_full_shard.yaml --num_processes 2 recipes/t5_summarize.py" in dry_run("demo", gpus="0,1,2,3")
+    assert "fsdp_full_shard.yaml --num_processes 1 recipes/t5_summarize.py" in dry_run("demo", gpus="0")

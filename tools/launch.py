@@ -1,0 +1,211 @@
+"""`accelerate launch` with the worker's exit code and without the launcher's traceback; same arguments.
+
+    python tools/launch.py --config_file accelerate_configs/fsdp_full_shard.yaml recipes/t5_summarize.py --max_steps 10
+
+Exit code: that of the worker that failed first (2, 75 and 1 before others), 128 + n if it was killed by signal n.
+SIGTERM, SIGINT and SIGHUP reach every worker once, as SIGTERM; then the launcher waits for the workers' save, at most
+`LAUNCH_GRACE_SECONDS` (default 600), before it kills them. A second signal kills at once. SIGUSR1 is ignored here:
+batch systems send it to every process of a job, so the workers have theirs already, and its default action would end
+the launcher.
+"""
+
+import argparse
+import contextlib
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+import yaml
+
+# torch and accelerate take seconds to import: `main` imports them after the signal handlers are in place.
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.api import SubprocessContext
+
+EXIT_ERROR = 1
+EXIT_USAGE = 2
+EXIT_STOPPED = 75
+DEFAULT_GRACE_SECONDS = 600.0
+
+Codes = dict[int, int | None]
+"""Exit code by rank as `subprocess` counts: negative when killed by a signal, None while it runs."""
+
+
+def exit_code(codes: Codes) -> int:
+    """The launcher's exit code out of the workers' codes at the moment of the first failure."""
+    failed = [code for code in codes.values() if code]
+    expected = [code for code in (EXIT_USAGE, EXIT_STOPPED, EXIT_ERROR) if code in failed]
+    others = [code if code > 0 else 128 - code for code in failed]
+    return (expected or others or [EXIT_ERROR])[0]
+
+
+class Workers:
+    """The worker processes on this machine: passes signals on to them and remembers how they ended."""
+
+    def __init__(self) -> None:
+        self.grace_seconds = DEFAULT_GRACE_SECONDS
+        self.codes: Codes = {}
+        self.context: object = None
+        self.first_signal_at: float | None = None
+        self.killed_here = False
+
+    def hand_on(self, signum: int, _frame: object) -> None:
+        """Signal handler: the first signal asks the workers to stop, the second kills them."""
+        workers = psutil.Process().children()
+        now = time.monotonic()
+        if not workers:  # still starting, nothing to save: what this signal does by default
+            signal.signal(signum, signal.SIG_DFL)
+            os.kill(os.getpid(), signum)
+        elif self.first_signal_at is None:
+            self.first_signal_at = now
+            for worker in workers:
+                worker.terminate()  # the worker alone: its data-loading children must live until it has stopped
+            timer = threading.Timer(self.grace_seconds, self.kill)
+            timer.daemon = True
+            timer.start()
+        elif now - self.first_signal_at > 1.0:  # make and the terminal may both deliver the same one
+            self.kill()
+
+    def kill(self) -> None:
+        self.killed_here = True
+        for worker in psutil.Process().children():
+            with contextlib.suppress(ProcessLookupError):  # it has just left
+                os.killpg(worker.pid, signal.SIGKILL)  # a worker leads its own process group
+
+    def run_single(self, args: argparse.Namespace) -> None:
+        """Stands in for accelerate's launcher of a single process, which starts it in the launcher's own process group:
+        there Ctrl-C would reach the worker twice, from the terminal and from here."""
+        from accelerate.utils import prepare_simple_launcher_cmd_env
+
+        command, env = prepare_simple_launcher_cmd_env(args)
+        self.codes = {0: subprocess.Popen(command, env=env, start_new_session=True).wait()}
+
+    def follow(self) -> None:
+        """Makes torch's agent wait for all workers when they stop after a save, and notes what they exited with.
+
+        The agent closes its workers (SIGTERM, and SIGKILL 30 s later) as soon as one has exited with another code than
+        0, also with 75: a worker that leaves first would take the others out of their last writes. Seen with torch 2.11
+        and 2.13: `SubprocessContext.close` is the one place where this happens; afterwards the exit codes are no longer
+        those of the first failure.
+        """
+        from torch.distributed.elastic.multiprocessing.api import SubprocessContext
+
+        close_now = SubprocessContext.close
+
+        def close(context: SubprocessContext, death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
+            if context is not self.context:  # the agent closes the same group of workers more than once
+                self.context = context
+                self.codes = self._wait_for_stop(context)
+            close_now(context, death_sig, timeout)
+
+        SubprocessContext.close = close  # type: ignore[method-assign,assignment]
+
+    def _wait_for_stop(self, context: "SubprocessContext") -> Codes:
+        deadline = time.monotonic() + self.grace_seconds
+        while True:
+            codes = {
+                int(context.envs[local_rank]["RANK"]): handler.proc.poll()
+                for local_rank, handler in context.subprocess_handlers.items()
+            }
+            stopping = {code for code in codes.values() if code} == {EXIT_STOPPED}
+            if not stopping or None not in codes.values() or time.monotonic() > deadline:
+                return codes
+            time.sleep(0.1)
+
+    def report_killed(self) -> None:
+        for rank, code in self.codes.items():
+            if code is not None and code < 0:
+                hint = " (out of memory?)" if code == -signal.SIGKILL and not self.killed_here else ""
+                print(
+                    f"worker {rank} was killed by signal {-code} ({signal.Signals(-code).name}){hint}", file=sys.stderr
+                )
+
+
+def grace_seconds() -> float:
+    text = os.environ.get("LAUNCH_GRACE_SECONDS", str(DEFAULT_GRACE_SECONDS))
+    try:
+        return float(text)
+    except ValueError as error:
+        raise ValueError(f"LAUNCH_GRACE_SECONDS={text}: expected a number of seconds") from error
+
+
+def check(args: argparse.Namespace) -> None:
+    """Refuses what cannot run; raises `ValueError` with one line for the user."""
+    import torch
+    from accelerate.commands.config import load_config_from_file
+
+    if not (args.module or args.no_python or os.path.isfile(args.training_script)):
+        raise ValueError(f"{args.training_script}: no such script")
+    if args.config_file is None:
+        raise ValueError("--config_file is missing: name a YAML of accelerate_configs/")
+    path = Path(args.config_file)
+    if not path.is_file():
+        known = ", ".join(str(file) for file in sorted(path.parent.glob("*.yaml"))) or "none"
+        raise ValueError(f"--config_file {path}: no such file; YAML files in that folder: {known}")
+    try:
+        if not isinstance(yaml.safe_load(path.read_text()), dict):
+            raise ValueError("expected keys and values of an accelerate config")
+        config = load_config_from_file(args.config_file)
+    except (yaml.YAMLError, ValueError) as error:
+        raise ValueError(f"--config_file {path}: {' '.join(str(error).split())}") from error
+
+    num_processes = args.num_processes or config.num_processes
+    num_machines = args.num_machines or config.num_machines
+    if num_processes < 1:
+        raise ValueError(f"{path} has no num_processes: add it (the total over all machines) or pass --num_processes")
+    if num_processes % num_machines:
+        raise ValueError(
+            f"num_processes {num_processes} does not divide evenly over {num_machines} machines: "
+            f"--num_processes is the total over all machines"
+        )
+    per_machine = num_processes // num_machines
+    num_gpus = torch.cuda.device_count()  # asks the driver; makes no CUDA context
+    if num_gpus and per_machine > num_gpus and not (args.cpu or config.use_cpu):
+        raise ValueError(
+            f"{path} asks for {per_machine} processes on this machine, which has {num_gpus} GPUs: "
+            f"pass --num_processes {num_gpus * num_machines} (the total over all machines)"
+        )
+
+
+def main() -> int:
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    workers = Workers()
+    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(signum, workers.hand_on)
+
+    from accelerate.commands import launch
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    args = launch.launch_command_parser().parse_args()
+    try:
+        workers.grace_seconds = grace_seconds()
+        check(args)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_USAGE
+
+    args.signals_to_handle = "SIGQUIT"  # torchrun's option; the other signals are handled above
+    workers.follow()
+    launch.simple_launcher = workers.run_single
+    agent_log = logging.getLogger("torch.distributed.elastic")  # announces each worker's end, which the worker has done
+    agent_log.addHandler(logging.NullHandler())
+    agent_log.propagate = False
+    try:
+        launch.launch_command(args)
+    except ChildFailedError:
+        pass  # the workers have said why; the code is in workers.codes
+    except SignalException as error:
+        return 128 + error.sigval
+    workers.report_killed()
+    return exit_code(workers.codes) if any(code != 0 for code in workers.codes.values()) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
