@@ -160,8 +160,8 @@ STRATEGY_IN_FSDP2 = {
 class _File:
     path: Path
     content: dict[str, Any] = field(default_factory=dict)
-    lines: dict[str, int] = field(default_factory=dict)
-    """Line of each key, by its full name."""
+    lines: dict[tuple[str, str], int] = field(default_factory=dict)
+    """Line of each key, by section ("" at the top level) and full name."""
     repeated: list[str] = field(default_factory=list)
 
 
@@ -187,18 +187,19 @@ def _read(path: Path) -> _File:
     file = _File(path, content)
     assert isinstance(root, yaml.MappingNode)
     for key, value in root.value:
-        _note_line(file, key.value, key)
+        _note_line(file, "", key.value, key)
         if key.value in PREFIXES and isinstance(value, yaml.MappingNode):
             for inner, _ in value.value:
-                _note_line(file, _full_name(key.value, inner.value), inner)
+                _note_line(file, key.value, _full_name(key.value, inner.value), inner)
     return file
 
 
-def _note_line(file: _File, name: str, node: yaml.Node) -> None:
+def _note_line(file: _File, section: str, name: str, node: yaml.Node) -> None:
     line = node.start_mark.line + 1
-    if name in file.lines:
-        file.repeated.append(f"{file.path}:{line}: {name}: given twice, first in line {file.lines[name]}; remove one.")
-    file.lines[name] = line
+    if (section, name) in file.lines:
+        first = file.lines[section, name]
+        file.repeated.append(f"{file.path}:{line}: {name}: given twice, first in line {first}; remove one.")
+    file.lines[section, name] = line
 
 
 def _user_error(text: str) -> ValueError:
@@ -242,10 +243,10 @@ def _normal(key: str, value: Any) -> Any:
 def wrap_class_names(value: str | Sequence[str] | None) -> list[str]:
     """Class names of `fsdp_transformer_layer_cls_to_wrap`: a comma-separated string or a list.
 
-    Also takes what the launcher makes of a YAML list in FSDP_TRANSFORMER_CLS_TO_WRAP: the text "['A', 'B']".
+    Also takes what the launcher makes of a YAML list, the text "['A', 'B']", whole or as accelerate's plugin splits it.
     """
-    names = value.strip("[] ").split(",") if isinstance(value, str) else list(value or ())
-    return [name.strip(" '\"") for name in names if name.strip(" '\"")]
+    text = value if isinstance(value, str) else ",".join(value or ())
+    return [name.strip(" '\"") for name in text.strip("[] ").split(",") if name.strip(" '\"")]
 
 
 # Checks.
@@ -274,8 +275,9 @@ class _Checker:
         self.problems: list[tuple[int, str]] = []
         self.plan: dict[str, Any] = {}
 
-    def report(self, key: str, text: str) -> None:
-        line = 0 if key in self.flags else self.file.lines.get(key, 0)
+    def report(self, key: str, text: str, section: str | None = None) -> None:
+        section = _section(key) if section is None else section
+        line = 0 if key in self.flags else self.file.lines.get((section, key), 0)
         place = f"{self.file.path}:{line}" if line else str(self.file.path)
         origin = " (from the launcher)" if key in self.flags else ""
         self.problems.append((line, f"{place}: {key}{origin}: {text}."))
@@ -332,7 +334,7 @@ class _Checker:
             if key == "enable_cpu_affinity" and value is True or key == "rdzv_backend" and value != "static":
                 problem = f"found {value!r}; {FLAG_ONLY.format(key)}"
         if problem:
-            self.report(key, problem)
+            self.report(key, problem, section)
         return problem is None
 
     def unknown_key(self, section: str, key: str) -> str:
@@ -370,7 +372,9 @@ class _Checker:
     # Combinations. A key that is wrong in itself is not in the plan and is not reported again.
 
     def missing(self, key: str) -> bool:
-        return key not in self.plan and key not in self.file.lines and key not in self.flags
+        section = _section(key)
+        is_readable = isinstance(self.file.content.get(section) or {}, dict)
+        return key not in self.plan and key not in self.flags and (section, key) not in self.file.lines and is_readable
 
     def check_processes(self) -> None:
         plan = self.plan
@@ -457,11 +461,6 @@ class _Checker:
             self.check_keys_of_fsdp2()
         if plan.get("fsdp_activation_checkpointing_offload") and plan.get("fsdp_activation_checkpointing") is not True:
             self.report("fsdp_activation_checkpointing_offload", "acts with fsdp_activation_checkpointing: true only")
-        if (
-            plan.get("fsdp_sharding_strategy") == "NO_SHARD"
-            and plan.get("fsdp_state_dict_type") == "SHARDED_STATE_DICT"
-        ):
-            self.report("fsdp_state_dict_type", "under NO_SHARD nothing is sharded; write FULL_STATE_DICT")
         self.check_wrap_policy()
 
     def check_keys_of_fsdp1(self) -> None:
@@ -486,6 +485,9 @@ class _Checker:
             )
         if "fsdp_activation_checkpointing_offload" in self.plan:
             self.report("fsdp_activation_checkpointing_offload", "needs fsdp_version: 2")
+        is_sharded = self.plan.get("fsdp_sharding_strategy") != "NO_SHARD"
+        if not is_sharded and self.plan.get("fsdp_state_dict_type") == "SHARDED_STATE_DICT":
+            self.report("fsdp_state_dict_type", "under NO_SHARD nothing is sharded; write FULL_STATE_DICT")
 
     def check_wrap_policy(self) -> None:
         policy = self.plan.get("fsdp_auto_wrap_policy", "NO_WRAP")
@@ -592,6 +594,8 @@ def _type_problem(key: str, value: Any) -> str | None:
 
 
 def _number_hint(value: Any) -> str:
+    if isinstance(value, bool):
+        return "expected a whole number"
     try:
         number = float(value)  # also 1e8, which YAML takes for text
     except (TypeError, ValueError):

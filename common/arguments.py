@@ -110,7 +110,9 @@ class ModelArguments:
     model_config_path: str | None = arg(None, "config.json (or its folder) of a model to start from random weights.")
     config_overrides: str | None = arg(None, "Changes to the model's config: key=value,key=value.")
     tokenizer_name_or_path: str | None = arg(None, "Hub id or folder of the tokenizer (default: the model's).")
-    attn_implementation: str | None = arg(None, "Attention kernel: eager, sdpa, flex_attention, ... (default: model's).")
+    attn_implementation: str | None = arg(
+        None, "Attention kernel: eager, sdpa, flex_attention, ... (default: model's)."
+    )
 
 
 @dataclass
@@ -124,7 +126,8 @@ class RefinementArguments:
         None, "Type in which FSDP sums gradients over processes (default: float32; float64 parameters: float64)."
     )
     gradient_checkpointing: bool = arg(
-        False, "Recompute activations in the backward pass; under FSDP the YAML's fsdp_activation_checkpointing says so."
+        False,
+        "Recompute activations in the backward pass; under FSDP the YAML's fsdp_activation_checkpointing says so.",
     )
 
 

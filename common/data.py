@@ -713,7 +713,9 @@ def describe(train: Dataset, validation: Dataset, left_out: Mapping[str, int]) -
     return text + (f"; left out: {reasons}" if reasons else "")
 
 
-def show_samples(accelerator: Accelerator, num_samples: int, dataset: Dataset, tokenizer: PreTrainedTokenizerBase) -> None:
+def show_samples(
+    accelerator: Accelerator, num_samples: int, dataset: Dataset, tokenizer: PreTrainedTokenizerBase
+) -> None:
     """Print the first training examples as the model sees them: decoded input and target."""
     for index, row in enumerate(head(dataset, num_samples)):
         labels = [token for token in row["labels"] if token != IGNORE_INDEX]

@@ -48,10 +48,10 @@ def sum_over_dataset(
 ) -> dict[str, float]:
     """Sums of the statistics over the dataset, equal on all processes and for every number of processes.
 
-    `statistics(model, batch)` returns 0-dim sums over one batch; it runs in eval mode without gradients, on each process
-    for each of its batches (a sharded forward pass is collective), but what it returns for a padding batch is dropped.
-    Sums are kept in float64 on the device; they come to the host once, at the end. The result also has `examples`, the
-    number of examples that were counted.
+    `statistics(model, batch)` returns 0-dim sums over one batch. It runs in eval mode without gradients, on each
+    process for each of its batches, because a sharded forward pass is collective; what it returns for padding is
+    dropped. Sums are kept in float64 on the device and come to the host once, at the end. The result also has
+    `examples`, the number of examples that were counted.
     """
     totals: dict[str, torch.Tensor] = {}
     num_examples = 0
@@ -71,7 +71,7 @@ def sum_over_dataset(
 
 
 def token_sums(logits: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Sums over target tokens: `nll` (natural logarithm), `tokens`, and `correct`, where the likeliest token is the target.
+    """Sums over target tokens: `nll` (natural logarithm), `tokens`, and `correct`, those that are the likeliest token.
 
     logits: (..., vocabulary); labels: (...), the target of the same position, -100 where there is none.
     """
@@ -107,12 +107,12 @@ def generate_texts(
     num_beams: int = 1,
     **generation_settings: Any,
 ) -> list[str] | None:
-    """Texts that the model generates for the batches, each example once, in dataset order; None except on the main process.
+    """Texts that the model generates, each example once, in dataset order; None except on the main process.
 
-    Encoder-decoder models read a batch's `input_ids` and `attention_mask`; causal models continue them, so prompts must be
-    padded on the left, and the texts are without the prompts. Greedy or beam search unless `generation_settings` (fields
-    of transformers' GenerationConfig) say otherwise; the numbers of start, end and padding tokens are the model's.
-    Collective: each process needs the same number of batches.
+    Encoder-decoder models read a batch's `input_ids` and `attention_mask`; causal models continue them, so prompts must
+    be padded on the left, and the texts are without the prompts. Greedy or beam search unless `generation_settings`
+    (fields of transformers' GenerationConfig) say otherwise; the numbers of start, end and padding tokens are the
+    model's. Collective: each process needs the same number of batches.
     """
     settings = {"max_new_tokens": max_new_tokens, "num_beams": num_beams, "do_sample": False} | generation_settings
     texts: list[tuple[int, str]] = []

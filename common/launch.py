@@ -215,7 +215,9 @@ def _check_precision(args: TrainArguments, mixed_precision: str, on_cpu: bool) -
     if on_cpu or "bf16" not in (mixed_precision, args.param_dtype.replace("bfloat16", "bf16")):
         return
     # Natively: device, CUDA and NCCL, as the tutorial of PyTorch checks it.
-    where = f"{torch.cuda.get_device_name()} (compute capability {'.'.join(map(str, torch.cuda.get_device_capability()))})"
+    where = (
+        f"{torch.cuda.get_device_name()} (compute capability {'.'.join(map(str, torch.cuda.get_device_capability()))})"
+    )
     if not torch.cuda.is_bf16_supported(including_emulation=False):
         raise UserError(
             f"bf16 asked for, but {where} has no native bf16; add --mixed_precision no before the script's name "

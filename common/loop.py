@@ -212,7 +212,9 @@ def _say_where(accelerator: Accelerator, output: Path, progress: Progress, metri
     if progress.step:
         parts.insert(0, f"model {output / 'model'}")
     if progress.best_step:
-        parts.insert(1, f"best model {output / 'best'} ({metric} {progress.best_metric:.4f} at step {progress.best_step})")
+        parts.insert(
+            1, f"best model {output / 'best'} ({metric} {progress.best_metric:.4f} at step {progress.best_step})"
+        )
     accelerator.print(f"Done after {progress.step} steps: " + ", ".join(parts))
 
 
@@ -258,7 +260,9 @@ class _Window:
     def __init__(self, accelerator: Accelerator) -> None:
         self.accelerator = accelerator
         self.num_steps = 0
-        self.loss = torch.zeros((), device=accelerator.device, dtype=torch.float64 if _has_float64(accelerator) else None)
+        self.loss = torch.zeros(
+            (), device=accelerator.device, dtype=torch.float64 if _has_float64(accelerator) else None
+        )
         self.num_tokens = torch.zeros((), device=accelerator.device, dtype=torch.int64)
 
     def add(self, result: StepResult) -> None:

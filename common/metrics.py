@@ -56,7 +56,7 @@ def sequence_lengths(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
 
 
 def target_lengths(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Decoder tokens of each row without padding, (batch,) int64; zeros for a causal model, which has no decoder input."""
+    """Decoder tokens of each row without padding, (batch,) int64; zeros for a causal model, which has no decoder."""
     if "decoder_input_ids" not in batch:
         return torch.zeros(batch["input_ids"].shape[0], dtype=torch.int64)
     return (batch["labels"] != -100).sum(-1)
@@ -128,8 +128,8 @@ def _parameters_without_embeddings(module: nn.Module, head: nn.Module | None) ->
 class Throughput:
     """Averages over the optimizer steps since the last report.
 
-    Costs nothing on the device between reports: times are taken on the host, and only `report` and `paused` wait for the
-    device. The clock starts when the object is made.
+    Costs nothing on the device between reports: times are taken on the host, and only `report` and `paused` wait for
+    the device. The clock starts when the object is made.
     """
 
     def __init__(self, device: torch.device, flops: ModelFlops | None, peak_flops: float | None) -> None:
@@ -159,10 +159,10 @@ class Throughput:
     def report(self) -> dict[str, float]:
         """Metrics of the steps since the last report, equal on all processes; collective, and starts the next window.
 
-        step_seconds and data_wait_seconds are means per step of the slowest process, tokens_per_second_per_device (encoder
-        and decoder tokens without padding) is the mean of the processes, memory is that of the fullest device.
-        `mfu` is a fraction of 1, absent where the device's peak or the model's FLOPs are unknown; memory is that of the
-        accelerator, absent on a CPU.
+        step_seconds and data_wait_seconds are means per step of the slowest process; tokens_per_second_per_device
+        (encoder and decoder tokens without padding) is the mean of the processes; peak_memory_gib and
+        peak_reserved_gib are those of the fullest device, absent on a CPU; mfu is a fraction of 1, absent where the
+        device's peak or the model's FLOPs are unknown.
         """
         assert self._num_steps > 0
         self._stop_clock()

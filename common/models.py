@@ -111,7 +111,9 @@ def load_config(args: ModelArguments) -> Any:
         for item in args.config_overrides.split(","):
             key, equals, _ = item.partition("=")
             if not equals or not hasattr(config, key.strip()):
-                raise UserError(f"--config_overrides {item!r}: expected key=value with a key of {type(config).__name__}.")
+                raise UserError(
+                    f"--config_overrides {item!r}: expected key=value with a key of {type(config).__name__}."
+                )
         try:
             config.update_from_string(args.config_overrides.replace(" ", ""))
         except ValueError as error:
@@ -201,5 +203,9 @@ def _first_line(error: BaseException) -> str:
 def describe_model(model: PreTrainedModel, args: ModelArguments) -> str:
     """Model in one line: class, parameters, where its weights come from."""
     count = sum(p.numel() for p in model.parameters())
-    origin = f"weights of {args.model_name_or_path}" if args.model_name_or_path else f"random weights, {args.model_config_path}"
+    origin = (
+        f"weights of {args.model_name_or_path}"
+        if args.model_name_or_path
+        else f"random weights, {args.model_config_path}"
+    )
     return f"{type(model).__name__}, {count / 1e6:,.1f}M parameters, {origin}"

@@ -62,6 +62,4 @@ def build_scheduler(
     optimizer: torch.optim.Optimizer, args: OptimizerArguments, num_steps: int, steps_per_epoch: float
 ) -> LambdaLR:
     """Scheduler whose k-th step() sets the rate of optimizer step k; it must not be prepared by accelerate."""
-    return LambdaLR(
-        optimizer, lambda step: learning_rate(args, step, num_steps, steps_per_epoch) / args.learning_rate
-    )
+    return LambdaLR(optimizer, lambda step: learning_rate(args, step, num_steps, steps_per_epoch) / args.learning_rate)

@@ -1,4 +1,4 @@
-"""ROUGE as an `evaluate` metric that needs no network: built directly on `rouge_score`, never through `evaluate.load`."""
+"""ROUGE as an `evaluate` metric without a network: built directly on `rouge_score`, never through `evaluate.load`."""
 
 import re
 
@@ -12,10 +12,10 @@ ROUGE_TYPES = ("rouge1", "rouge2", "rougeL", "rougeLsum")
 class Rouge(evaluate.Metric):
     """Mean F-measures of ROUGE-1, ROUGE-2, ROUGE-L and ROUGE-Lsum over the examples, as fractions of 1.
 
-    `compute(predictions=[...], references=[...], use_stemmer=False)` returns them by name, and agrees with ROUGE-1.5.5 (its
-    option -m is `use_stemmer=True`). ROUGE-Lsum takes each line of a text as a sentence; see `one_sentence_per_line`.
-    Compute it on one process from gathered texts. Predictions stay in memory: `evaluate`'s default, a file with a lock
-    in a shared cache folder, fails when several runs or nodes use the folder.
+    `compute(predictions=[...], references=[...], use_stemmer=False)` returns them by name, and agrees with ROUGE-1.5.5
+    (its option -m is `use_stemmer=True`). ROUGE-Lsum takes each line of a text as a sentence; see
+    `one_sentence_per_line`. Compute it on one process from gathered texts. Predictions stay in memory: `evaluate`'s
+    default, a file with a lock in a shared cache folder, fails when several runs or nodes use the folder.
     """
 
     def __init__(self) -> None:
@@ -29,9 +29,7 @@ class Rouge(evaluate.Metric):
             features=Features({"predictions": Value("string"), "references": Value("string")}),
         )
 
-    def _compute(
-        self, predictions: list[str], references: list[str], use_stemmer: bool = False
-    ) -> dict[str, float]:
+    def _compute(self, predictions: list[str], references: list[str], use_stemmer: bool = False) -> dict[str, float]:
         scorer = rouge_scorer.RougeScorer(ROUGE_TYPES, use_stemmer=use_stemmer)
         scores = [scorer.score(target=r, prediction=p) for p, r in zip(predictions, references, strict=True)]
         return {name: sum(score[name].fmeasure for score in scores) / len(scores) for name in ROUGE_TYPES}

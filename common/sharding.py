@@ -30,6 +30,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
@@ -56,7 +57,9 @@ def prepare_model(
     Raises `UserError` when the YAML's wrap class is not in the model or a setting cannot act.
     """
     if args.gradient_checkpointing and strategy.is_fsdp:
-        raise UserError("--gradient_checkpointing: under FSDP the YAML's fsdp_activation_checkpointing decides; drop the flag.")
+        raise UserError(
+            "--gradient_checkpointing: under FSDP the YAML's fsdp_activation_checkpointing decides; drop the flag."
+        )
     prepared = _prepare(model, weights, args, accelerator, strategy)
     if args.print_model:
         accelerator.print(prepared)
@@ -72,6 +75,9 @@ def _prepare(
 ) -> nn.Module:
     blocks = find_blocks(model, strategy)
     recompute = strategy.plugin.activation_checkpointing if strategy.plugin else args.gradient_checkpointing
+    if args.param_dtype == "float64":
+        for module in (model, *blocks):  # blocks too: checkpointing runs them again outside the model's forward
+            module.forward = _StayInFloat64.within(module.forward)  # type: ignore[method-assign]
     for block in blocks:
         _replace_forward(block, bool(recompute), strategy.compile_backend)
     model.to(param_dtype(args))
@@ -113,7 +119,9 @@ def find_blocks(model: PreTrainedModel, strategy: Strategy) -> list[nn.Module]:
         )
     blocks = [module for module in model.modules() if type(module).__name__ in wanted]
     if not blocks:
-        raise UserError(f"{type(model).__name__} names no block class; set fsdp_transformer_layer_cls_to_wrap in the YAML.")
+        raise UserError(
+            f"{type(model).__name__} names no block class; set fsdp_transformer_layer_cls_to_wrap in the YAML."
+        )
     return blocks
 
 
@@ -135,6 +143,31 @@ def _replace_forward(block: nn.Module, recompute: bool, compile_backend: str | N
         return (fast if block.training else plain)(*inputs, **kwargs)
 
     block.forward = forward  # type: ignore[method-assign]
+
+
+class _StayInFloat64(TorchFunctionMode):
+    """Skips the conversions to float32 that transformers' norms and softmax make whatever the model's type is.
+
+    In float64 their rounding (6e-8) would hide the differences that a comparison of strategies is looking for.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        is_float64 = bool(args) and isinstance(args[0], torch.Tensor) and args[0].dtype == torch.float64
+        if is_float64 and (func is torch.Tensor.float or (func is torch.Tensor.to and torch.float32 in args)):
+            return args[0]
+        if is_float64 and kwargs.get("dtype") is torch.float32:
+            kwargs["dtype"] = torch.float64
+        return func(*args, **kwargs)
+
+    @classmethod
+    def within(cls, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            with cls():
+                return function(*args, **kwargs)
+
+        return wrapped
 
 
 def _fully_shard(
@@ -224,9 +257,7 @@ def _wrap_fsdp1(
         sharding_strategy=plugin.sharding_strategy,
         cpu_offload=plugin.cpu_offload,
         auto_wrap_policy=functools.partial(lambda_auto_wrap_policy, lambda_fn=lambda module: module in units),
-        mixed_precision=MixedPrecision(
-            param_dtype=dtype, reduce_dtype=reduce_dtype(args, strategy), buffer_dtype=None
-        ),
+        mixed_precision=MixedPrecision(param_dtype=dtype, reduce_dtype=reduce_dtype(args, strategy), buffer_dtype=None),
         backward_prefetch=plugin.backward_prefetch,
         forward_prefetch=bool(plugin.forward_prefetch),
         use_orig_params=True,

@@ -62,7 +62,7 @@ class MetricsLog:
             file.write(line)
 
     def truncate_after(self, step: int) -> None:
-        """Drop the lines of later steps, and a last line that a killed run left incomplete, before a run goes on at `step`.
+        """Drop the lines of later steps, and a last line that a killed run left incomplete, before going on at `step`.
 
         The file is replaced at once: a kill leaves the old one or the new one.
         """
@@ -116,30 +116,31 @@ class Trackers:
         self._trackers: list[GeneralTracker] = []
         if not accelerator.is_main_process:
             return
-        simple = {key: value if isinstance(value, (bool, int, float, str)) else str(value) for key, value in config.items()}
+        simple = {k: v if isinstance(v, (bool, int, float, str)) else str(v) for k, v in config.items()}
+
+        def start(name: str) -> None:
+            if name == "wandb":
+                tracker: GeneralTracker = _wandb_tracker(accelerator, Path(output_dir), project, run_name, entity)
+            else:
+                tracker = TensorBoardTracker("tensorboard", output_dir)
+            tracker.start()
+            self._trackers.append(tracker)
+            tracker.store_init_configuration(simple)
+
         for name in report_to:
             # One by one and not by accelerator.init_trackers, which would take the others along when one fails.
-            def start(name: str = name) -> None:
-                if name == "wandb":
-                    tracker: GeneralTracker = _wandb_tracker(accelerator, Path(output_dir), project, run_name, entity)
-                else:
-                    tracker = TensorBoardTracker("tensorboard", output_dir)
-                tracker.start()
-                self._trackers.append(tracker)
-                accelerator.trackers.append(tracker)  # for accelerator.get_tracker
-                tracker.store_init_configuration(simple)
-
-            self._guard(name, start)
+            self._guard(name, start, name)
 
     def log(self, step: int, metrics: Metrics) -> None:
         """Send the metrics of a step."""
         for tracker in list(self._trackers):
-            self._guard(tracker.name, lambda: tracker.log(dict(metrics), step=step))
+            self._guard(tracker.name, tracker.log, dict(metrics), step=step)
 
     def upload_model(self, folder: Path) -> None:
         """Send an exported model to wandb as an artifact."""
         for tracker in [tracker for tracker in self._trackers if tracker.name == "wandb"]:
-            self._guard("wandb", lambda: tracker.tracker.log_artifact(str(folder), name=folder.parent.name, type="model"))
+            run = tracker.tracker
+            self._guard("wandb", run.log_artifact, str(folder), name=folder.parent.name, type="model")
 
     def finish(self) -> None:
         """Close the runs; call it once, at the end."""
@@ -147,13 +148,13 @@ class Trackers:
             self._guard(tracker.name, tracker.finish)
         self._trackers.clear()
 
-    def _guard(self, name: str, action: Callable[[], Any]) -> None:
+    def _guard(self, name: str, action: Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:
         try:
-            action()
+            action(*args, **kwargs)
         except Exception as error:  # whatever it is, it is no reason to lose a training run
             self._trackers = [tracker for tracker in self._trackers if tracker.name != name]
             reason = " ".join(f"{type(error).__name__}: {error}".split())
-            self._print(f"warning: {name} failed ({reason}); training goes on without it, metrics.jsonl has everything.")
+            self._print(f"warning: {name} failed ({reason}); training goes on without it, metrics.jsonl has it all.")
 
 
 class RunLog:

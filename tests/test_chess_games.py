@@ -329,7 +329,10 @@ def test_damaged_bytes_never_raise(tmp_path: Path, sample_games: list[cg.Game]) 
         assert read_text(tmp_path, draw.randbytes(50_000), name)[0] == []
 
 
-PGN = f'[Event "Café"]\n[White "Müller"]\n[Result "1-0"]\n\n{OPERA} 1-0\n\n[Event "Öl"]\n[Result "0-1"]\n\n1. f3 e5 2. g4 Qh4# 0-1\n'
+PGN = (
+    f'[Event "Café"]\n[White "Müller"]\n[Result "1-0"]\n\n{OPERA} 1-0\n\n'
+    '[Event "Öl"]\n[Result "0-1"]\n\n1. f3 e5 2. g4 Qh4# 0-1\n'
+)
 
 
 @pytest.mark.parametrize(
@@ -684,7 +687,7 @@ def test_split_follows_from_moves_and_seed_alone() -> None:
 
 def test_equal_games_are_on_one_side() -> None:
     games = random_games(50)
-    doubled = [*games, *(cg.Game(moves, source="again") for moves in games)]
+    doubled: list[cg.Game | tuple[str, ...]] = [*games, *(cg.Game(moves, source="again") for moves in games)]
     train, validation = cg.split_by_game(doubled, 0.3, seed=0)
     assert {index % 50 for index in train}.isdisjoint(index % 50 for index in validation)
 
@@ -730,4 +733,4 @@ def test_the_script_makes_the_same_games_again(tmp_path: Path) -> None:
     ]
     subprocess.run([*command, "--num_processes", "2", "--engine", engine], check=True, timeout=120)
     expected = (SAMPLES / "chess_games.jsonl").read_text().splitlines()[:2]
-    assert (tmp_path / "games.jsonl").read_text().splitlines() == expected
+    assert output.read_text().splitlines() == expected

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -39,7 +40,14 @@ from tests.forked import ForkedParent
 
 KINDS = ("t5", "llama")
 SIZES_AND_BATCH_SIZES = ((1, 2), (7, 1), (7, 3), (11, 4))
-SHARDED = (("t5", "ddp"), ("t5", "fsdp1"), ("t5", "fsdp2"), ("t5", "fsdp2_kept"), ("llama", "fsdp1"), ("llama", "fsdp2"))
+SHARDED = (
+    ("t5", "ddp"),
+    ("t5", "fsdp1"),
+    ("t5", "fsdp2"),
+    ("t5", "fsdp2_kept"),
+    ("llama", "fsdp1"),
+    ("llama", "fsdp2"),
+)
 SHARDED_BF16 = (("llama", "fsdp1_bf16"), ("llama", "fsdp2_bf16"))
 VOCABULARY = 40
 
@@ -110,7 +118,7 @@ def make_batches(kind: str, size: int, batch_size: int, accelerator: Accelerator
         process_index=accelerator.process_index if accelerator else 0,
         num_processes=accelerator.num_processes if accelerator else 1,
         per_device_batch_size=batch_size,
-        lengths=[len(row["input_ids"]) for row in dataset],  # type: ignore[arg-type]
+        lengths=np.array([len(row["input_ids"]) for row in dataset]),
     )
 
 
@@ -119,8 +127,8 @@ def expected_sums(size: int) -> dict[str, float]:
     model = make_model("t5", torch.float64).eval()
     sums = {"nll": 0.0, "tokens": 0.0, "correct": 0.0, "examples": float(size)}
     for row in make_dataset(size):
-        target: list[int] = row["labels"]  # type: ignore[call-overload]
-        source = torch.tensor([row["input_ids"]])  # type: ignore[call-overload]
+        target: list[int] = row["labels"]
+        source = torch.tensor([row["input_ids"]])
         logits = model(input_ids=source, decoder_input_ids=torch.tensor([[0, *target[:-1]]])).logits[0]
         for scores, token in zip(logits, target, strict=True):
             sums["nll"] -= (scores[token] - scores.exp().sum().log()).item()
@@ -131,13 +139,13 @@ def expected_sums(size: int) -> dict[str, float]:
 
 def expected_texts(kind: str, size: int, max_new_tokens: int, num_beams: int = 1) -> list[str]:
     """Example by example, without padding."""
-    model, tokenizer = make_model(kind).eval(), make_tokenizer()
+    model = make_model(kind).eval()
     texts = []
     for row in make_dataset(size):
-        source = torch.tensor([row["input_ids"]])  # type: ignore[call-overload]
+        source = torch.tensor([row["input_ids"]])
         output = model.generate(
             input_ids=source, attention_mask=torch.ones_like(source), max_new_tokens=max_new_tokens, num_beams=num_beams
-        )  # type: ignore[operator]
+        )
         new = output[0, 0 if kind == "t5" else source.shape[1] :]
         texts.append(" ".join(f"w{token}" for token in new.tolist() if token > 2))
     return texts
@@ -167,7 +175,7 @@ def test_token_sums_against_a_loop() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_token_statistics_computes_the_models_own_loss(kind: str) -> None:
     model = make_model(kind).eval()
-    batch = collate(kind, list(make_dataset(4)))  # type: ignore[arg-type]
+    batch = collate(kind, list(make_dataset(4)))
     if kind == "llama":
         batch["labels"] = batch["input_ids"]
     sums = token_statistics(model, batch)
@@ -228,8 +236,9 @@ def test_generation_equals_one_by_one(accelerator: Accelerator, kind: str, num_b
     model = make_model(kind)
     model.generation_config.max_length = 4  # a checkpoint's own limit
     max_new_tokens = 25  # transformers' default is 20
+    batches = make_batches(kind, 7, 3)
     texts = generate_texts(
-        accelerator, model, make_tokenizer(), make_batches(kind, 7, 3), max_new_tokens=max_new_tokens, num_beams=num_beams
+        accelerator, model, make_tokenizer(), batches, max_new_tokens=max_new_tokens, num_beams=num_beams
     )
     assert texts == expected_texts(kind, 7, max_new_tokens, num_beams)
     lengths = {len(text.split()) for text in texts}
@@ -240,7 +249,9 @@ def test_generation_equals_one_by_one(accelerator: Accelerator, kind: str, num_b
 
 def test_generation_settings(accelerator: Accelerator) -> None:
     model, tokenizer, batches = make_model("t5"), make_tokenizer(), make_batches("t5", 3, 3)
-    texts = generate_texts(accelerator, model, tokenizer, batches, max_new_tokens=22, begin_suppress_tokens=[*range(20)])
+    texts = generate_texts(
+        accelerator, model, tokenizer, batches, max_new_tokens=22, begin_suppress_tokens=[*range(20)]
+    )
     assert texts is not None and all(int(text.split()[0][1:]) >= 20 for text in texts)
     with pytest.raises(AssertionError, match="temprature"):
         generate_texts(accelerator, model, tokenizer, batches, max_new_tokens=9, temprature=2.0)
@@ -248,11 +259,11 @@ def test_generation_settings(accelerator: Accelerator) -> None:
 
 def test_generation_refuses_what_would_give_wrong_texts(accelerator: Accelerator) -> None:
     model, tokenizer = make_model("llama"), make_tokenizer()
-    batch = collate("t5", list(make_dataset(2)))  # type: ignore[arg-type]
+    batch = collate("t5", list(make_dataset(2)))
     assert not batch["attention_mask"][:, -1].all()
     with pytest.raises(AssertionError, match="padded on the left"):
         generate_texts(accelerator, model, tokenizer, [EvalBatch([0, 1], batch, False)], max_new_tokens=2)
-    batch = collate("llama", list(make_dataset(2)))  # type: ignore[arg-type]
+    batch = collate("llama", list(make_dataset(2)))
     with pytest.raises(AssertionError, match="exactly once"):
         generate_texts(accelerator, model, tokenizer, [EvalBatch([0, 0], batch, False)], max_new_tokens=2)
 
@@ -261,9 +272,10 @@ def test_generation_refuses_what_would_give_wrong_texts(accelerator: Accelerator
 def test_every_example_counts_once_for_any_number_of_processes(
     tmp_path: Path, forked: ForkedParent, num_processes: int
 ) -> None:
-    result = forked.run(__file__, "counts", str(tmp_path / "out"), config="ddp", num_processes=num_processes, timeout=60)
+    out = tmp_path / "out"
+    result = forked.run(__file__, "counts", str(out), config="ddp", num_processes=num_processes, timeout=60)
     assert result.exit_code == 0, result.output
-    outputs = json.loads((tmp_path / "out").read_text())
+    outputs = json.loads(out.read_text())
     for (size, batch_size), output in zip(SIZES_AND_BATCH_SIZES, outputs, strict=True):
         assert output["sums"] == pytest.approx(expected_sums(size), rel=1e-12), (size, batch_size)
         assert output["texts"] == expected_texts("t5", size, max_new_tokens=3), (size, batch_size)
@@ -312,7 +324,7 @@ def generate_and_train(accelerator: Accelerator, kind: str, strategy: str) -> di
         texts.append(generate_texts(accelerator, model, tokenizer, batches, max_new_tokens=10, num_beams=num_beams))
 
     def train() -> None:
-        batch = collate(kind, list(make_dataset(4)))  # type: ignore[arg-type]
+        batch = collate(kind, list(make_dataset(4)))
         labels = batch.pop("labels") if kind == "t5" else batch["input_ids"]
         inputs = {key: value for key, value in batch.items() if key != "labels"}
         loss = cross_entropy_sum(model(**inputs, use_cache=False).logits, labels)

@@ -90,6 +90,7 @@ def test_exit_code_is_the_first_failure(codes: launch.Codes, expected: int) -> N
             "worker 0 was killed by signal 9 (SIGKILL) (out of memory?)\n",
         ),
     ],
+    ids=["success", "error", "usage", "killed"],
 )
 def test_exit_code_and_nothing_more(
     forked: ForkedParent, tmp_path: Path, config: str, text: str, exit_code: int, output: str

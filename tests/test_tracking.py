@@ -81,7 +81,13 @@ def test_check_report_to(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_format_metrics() -> None:
-    metrics = {"step": 100, "loss": 3.21449, "learning_rate": 2e-5, "tokens_per_second_per_device": 1234.4, "mfu": 0.4841}
+    metrics = {
+        "step": 100,
+        "loss": 3.21449,
+        "learning_rate": 2e-5,
+        "tokens_per_second_per_device": 1234.4,
+        "mfu": 0.484,
+    }
     assert format_metrics(metrics) == "step 100 | loss 3.214 | lr 2.00e-05 | 1,234 tok/s/device | mfu 48.4%"
     assert format_metrics({"eval_rouge1": 0.385531, "eval_examples": 5577}) == "eval_rouge1 0.3855 | 5,577 examples"
 
@@ -94,7 +100,7 @@ def make_trackers(accelerator: Accelerator, report_to: list[str], output_dir: Pa
 
 
 def test_tensorboard_events(tmp_path: Path) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
 
     trackers = make_trackers(Accelerator(cpu=True), ["tensorboard"], tmp_path)
     trackers.log(3, {"loss": 0.5})
@@ -103,6 +109,21 @@ def test_tensorboard_events(tmp_path: Path) -> None:
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert [(event.step, event.value) for event in events.Scalars("loss")] == [(3, 0.5), (4, 0.25)]
+
+
+def test_model_goes_to_wandb_as_an_artifact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+
+    class Run:
+        def log_artifact(self, *args: Any, **kwargs: Any) -> None:
+            calls.append((args, kwargs))
+
+    for name in ("start", "store_init_configuration"):
+        monkeypatch.setattr(WandBTracker, name, lambda *args: None)
+    monkeypatch.setattr(WandBTracker, "tracker", Run())
+    trackers = make_trackers(Accelerator(cpu=True), ["wandb", "tensorboard"], tmp_path)
+    trackers.upload_model(tmp_path / "run" / "model")
+    assert calls == [((str(tmp_path / "run" / "model"),), {"name": "run", "type": "model"})]
 
 
 @pytest.mark.parametrize("method", ["start", "store_init_configuration", "log", "finish"])
@@ -124,7 +145,7 @@ def test_a_failing_tracker_is_dropped_with_one_warning(
     assert calls == [1, 2]
     warnings = [line for line in capsys.readouterr().out.splitlines() if "warning" in line]
     assert warnings == [
-        "warning: wandb failed (RuntimeError: no route to host); training goes on without it, metrics.jsonl has everything."
+        "warning: wandb failed (RuntimeError: no route to host); training goes on without it, metrics.jsonl has it all."
     ]
 
 
@@ -160,9 +181,7 @@ def find_wandb_mode(home: Path, forked: ForkedParent, monkeypatch: pytest.Monkey
     return result.output.split("mode ")[1].strip()
 
 
-def test_one_run_for_all_processes(
-    tmp_path: Path, forked: ForkedParent, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_run_for_all_processes(tmp_path: Path, forked: ForkedParent, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WANDB_MODE")
     env = {"HOME": str(tmp_path / "home"), "NETRC": str(tmp_path / "none")}
     result = forked.run(__file__, str(tmp_path), config="ddp", num_processes=3, timeout=60, env=env)
