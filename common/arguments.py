@@ -222,7 +222,11 @@ def parse_args(recipe: type[Arguments], argv: Sequence[str] | None = None) -> Ar
     namespace = parser.parse_args(argv)
     preset, reason = _find_preset(recipe, namespace.config)
     if preset is not None:
-        parser.set_defaults(**_read_preset(parser, preset))
+        defaults = _read_preset(parser, preset)
+        if namespace.model_config_path or namespace.model_name_or_path:  # a flag replaces the preset's model, of either kind
+            defaults.pop("model_config_path", None)
+            defaults.pop("model_name_or_path", None)
+        parser.set_defaults(**defaults)
         namespace = parser.parse_args(argv)
     values = vars(namespace)
     del values["config"]
