@@ -1,5 +1,6 @@
 """Arguments of every recipe: defaults < preset (--config) < flags."""
 
+import argparse
 import dataclasses
 import difflib
 import math
@@ -68,7 +69,7 @@ class OptimizerArguments:
     )
     lr_gamma: float = arg(0.85, "Factor per epoch of the step schedule.")
     warmup_steps: float = arg(0.0, "Linear warm-up steps; below 1: that fraction of all steps.")
-    weight_decay: float = arg(0.0, "Weight decay of matrices; biases, norms and embeddings' vectors have none.")
+    weight_decay: float = arg(0.0, "Weight decay of matrices, embeddings included; biases and norms have none.")
     adam_beta1: float = arg(0.9, "AdamW's beta1.")
     adam_beta2: float = arg(0.999, "AdamW's beta2.")
     adam_epsilon: float = arg(1e-8, "AdamW's epsilon.")
@@ -153,9 +154,13 @@ class TrainArguments(
         self.param_dtype = aliases.get(self.param_dtype, self.param_dtype)  # type: ignore[assignment]
         if self.reduce_dtype is not None:
             self.reduce_dtype = aliases.get(self.reduce_dtype, self.reduce_dtype)  # type: ignore[assignment]
+        for name, value in self.to_dict().items():
+            if isinstance(value, float) and not math.isfinite(value):
+                raise UserError(f"--{name} is {value}; it must be a finite number.")
         positive = "total_batch_size per_device_train_batch_size gradient_accumulation_steps max_train_samples " \
             "per_device_eval_batch_size logging_steps eval_steps evals_per_epoch max_eval_batches max_eval_samples " \
-            "preprocessing_num_workers num_train_epochs"  # fmt: skip
+            "preprocessing_num_workers num_train_epochs save_steps save_total_limit ddp_timeout lr_gamma " \
+            "adam_epsilon"  # fmt: skip
         for name in positive.split():
             value = getattr(self, name)
             if value is not None and value <= 0:
@@ -164,12 +169,19 @@ class TrainArguments(
                      "max_grad_norm", "show_samples"):  # fmt: skip
             if getattr(self, name) < 0:
                 raise UserError(f"--{name} is {getattr(self, name)}; it must not be negative.")
+        for name in ("adam_beta1", "adam_beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise UserError(f"--{name} is {getattr(self, name)}; it must be at least 0 and below 1.")
+        if not 0 <= self.seed < 2**32:
+            raise UserError(f"--seed is {self.seed}; it must be at least 0 and below 2**32.")
         if self.learning_rate == 0:
             raise UserError("--learning_rate is 0; nothing would be learned (--max_steps 0 evaluates only).")
         if self.max_steps < -1:
             raise UserError(f"--max_steps is {self.max_steps}; give a number of steps, 0 to evaluate only, or -1.")
         if self.eval_strategy == "steps" and self.eval_steps is None:
             raise UserError("--eval_strategy steps needs --eval_steps N.")
+        if self.save_strategy == "steps" and self.save_steps is None:
+            raise UserError("--save_strategy steps needs --save_steps N.")
         if self.min_learning_rate > self.learning_rate:
             raise UserError(
                 f"--min_learning_rate {self.min_learning_rate} is above --learning_rate {self.learning_rate}."
@@ -189,21 +201,31 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 CONFIG_FOLDER = REPOSITORY / "recipes" / "configs"
 
 
+class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        # No "(default: None)": where there is no default value, the text says what happens.
+        return action.help if action.default is None else super()._get_help_string(action)
+
+
 class _Parser(HfArgumentParser):
     """HfArgumentParser that takes whole flag names only and reports a mistake as `UserError`."""
 
     source: str | None = None  # preset and key that are being parsed, for the message
 
     def __init__(self, groups: list[type]) -> None:
-        super().__init__(groups, allow_abbrev=False, usage="%(prog)s [--config PRESET] [--flag value ...]")
+        usage = "%(prog)s [--config PRESET] [--flag value ...]"
+        super().__init__(groups, allow_abbrev=False, usage=usage, formatter_class=_HelpFormatter)
         self.add_argument("--config", help="Preset: a YAML file of these settings, or a name in recipes/configs.")
+        for action in self._actions:  # --learning-rate is taken too, but not shown beside --learning_rate
+            action.option_strings = [flag for flag in action.option_strings if "-" not in flag[2:]]
 
     def error(self, message: str) -> NoReturn:
         if self.source is not None:
             raise UserError(self.source + message.partition(": ")[2])
         unknown = message.partition("unrecognized arguments: ")[2].split()
         if unknown:
-            near = difflib.get_close_matches(unknown[0].partition("=")[0], self._option_string_actions, n=1)
+            flags = [flag for flag in self._option_string_actions if flag not in ("-h", "--help")]
+            near = difflib.get_close_matches(unknown[0].partition("=")[0], flags, n=1)
             message = f"unknown flag {unknown[0]}" + (f"; did you mean {near[0]}?" if near else ".")
         raise UserError(f"{message} (--help lists all flags)")
 
@@ -226,13 +248,15 @@ def parse_args(recipe: type[Arguments], argv: Sequence[str] | None = None) -> Ar
         if namespace.model_config_path or namespace.model_name_or_path:  # a flag replaces the preset's model, of either kind
             defaults.pop("model_config_path", None)
             defaults.pop("model_name_or_path", None)
+        if namespace.model_name_or_path:  # which has its own tokenizer
+            defaults.pop("tokenizer_name_or_path", None)
         parser.set_defaults(**defaults)
         namespace = parser.parse_args(argv)
     values = vars(namespace)
     del values["config"]
     args = recipe(**values)
     args.preset, args.preset_reason = (None, reason) if preset is None else (str(preset), reason)
-    if args.output_dir is None:
+    if not args.output_dir:  # not given, or from a shell variable that is not set
         args.output_dir = str(Path("runs") / (preset.stem if preset else Path(sys.argv[0]).stem))
     return args
 
@@ -271,27 +295,36 @@ def _find_preset(recipe: type[TrainArguments], asked: str | None) -> tuple[Path 
 
 def _read_preset(parser: _Parser, path: Path) -> dict[str, Any]:
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+        # The words as they stand and not YAML's reading of them, in which `no` is false and 3e-4 is text.
+        content = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: not a readable YAML file: {' '.join(str(error).split())}") from error
-    if not isinstance(content, dict):
-        raise UserError(f"{path}: expected lines of `key: value`, found {type(content).__name__}.")
-    known = {action.dest for action in parser._actions} - {"help", "config"}
-    values = {}
-    for key, value in content.items():
+    if content is None:
+        return {}
+    if not isinstance(content, yaml.MappingNode):
+        raise UserError(f"{path}: expected lines of `key: value`, found a {content.id}.")
+    optional = {action.dest: action.default is None for action in parser._actions}
+    known = optional.keys() - {"help", "config"}
+    values: dict[str, Any] = {}
+    for key_node, node in content.value:
+        key = str(key_node.value)
         if key not in known:
-            near = difflib.get_close_matches(str(key), known, n=1)
+            near = difflib.get_close_matches(key, known, n=1)
             raise UserError(f"{path}: unknown key {key!r}" + (f"; did you mean {near[0]!r}?" if near else "."))
-        if value is None:
+        if key in values:
+            raise UserError(f"{path}: key {key!r} is there twice, again in line {key_node.start_mark.line + 1}.")
+        if not isinstance(node, yaml.ScalarNode):
+            raise UserError(f"{path}: key {key!r}: expected a single value, found a {node.id}.")
+        if node.tag == "tag:yaml.org,2002:null":
+            if not optional[key]:
+                raise UserError(f"{path}: key {key!r} has no value; give one or remove the line.")
             values[key] = None
             continue
-        if isinstance(value, (list, dict)):
-            raise UserError(f"{path}: key {key!r}: expected a single value, found {value!r}.")
-        # Through the parser, so that types and choices are checked as for flags (YAML reads 3e-4 as a string).
+        # Through the parser, so that types and choices are checked as for flags.
         parser.source = f"{path}: key {key!r}: "
-        values[key] = getattr(parser.parse_args([f"--{key}={value}"]), key)
+        values[key] = getattr(parser.parse_args([f"--{key}={node.value}"]), key)
         parser.source = None
-        if isinstance(values[key], str) and not Path(values[key]).exists() and (REPOSITORY / values[key]).exists():
+        if key.endswith(("_path", "_file")) and not Path(values[key]).exists() and (REPOSITORY / values[key]).exists():
             values[key] = str(REPOSITORY / values[key])  # presets name the repository's files, wherever one stands
     return values
 
@@ -358,7 +391,8 @@ def num_training_steps(args: RunArguments, num_examples: int, total_batch_size: 
     """Optimizer steps of the run: --max_steps, or enough for --num_train_epochs passes over the examples."""
     if args.max_steps >= 0:
         return args.max_steps
-    return math.ceil(args.num_train_epochs * num_examples / total_batch_size)
+    # Less the rounding of a product such as 1.1 x 10 examples, which would be a step of its own.
+    return max(1, math.ceil(args.num_train_epochs * num_examples / total_batch_size - 1e-9))
 
 
 def is_first_process() -> bool:

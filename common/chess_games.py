@@ -126,7 +126,7 @@ def read_games(paths: Iterable[str | Path], report: ReadReport | None = None) ->
     """The whole, legal, distinct games of files and folders of files; `report` counts the dropped ones by reason.
 
     PGN (`.pgn`); parquet (`.parquet`) and JSON lines (`.jsonl`, `.json`) as `read_rows` takes them; any other file as
-    PGN where it begins with a tag, else as one game a line (UCI or SAN, move numbers and result optional).
+    PGN where a tag is near its beginning, else as one game a line (UCI or SAN, move numbers and result optional).
     Text is UTF-8, UTF-16 with a byte order mark, or line by line Latin-1. Memory grows with the number of games alone,
     by about 80 bytes for each, to know duplicates.
     Raises UserError for what is no file of games at all: missing, compressed, a damaged parquet file, no such columns.
@@ -322,22 +322,19 @@ class _GameReader:
 
 def _read_file(path: Path, report: ReadReport) -> Iterator[_GameReader]:
     read_before, size = report.num_bytes_read, path.stat().st_size
-    suffix = path.suffix.lower()
-    if suffix == ".parquet":
-        yield from _read_parquet(path, report)
-    else:
-        lines = _read_lines(path, report)
-        if suffix in (".jsonl", ".json"):
+    lines = _read_lines(path, report)
+    match path.suffix.lower():
+        case ".parquet":
+            yield from _read_parquet(path, report)
+        case ".jsonl" | ".json":
             yield from _read_json_lines(lines, path)
-        else:
-            head = []
-            for item in lines:
-                head.append(item)
-                if item[1].strip():
-                    break
+        case ".pgn":
+            yield from _read_pgn(lines, str(path))
+        case _:
+            head = list(itertools.islice(lines, 100))
+            has_tags = any(_TAG.match(line) for _, line in head)
             lines = itertools.chain(head, lines)
-            is_pgn = suffix == ".pgn" or (head and head[-1][1].lstrip().startswith("["))
-            yield from _read_pgn(lines, str(path)) if is_pgn else _read_text(lines, path)
+            yield from _read_pgn(lines, str(path)) if has_tags else _read_text(lines, path)
     report.num_bytes_read = read_before + size
 
 

@@ -375,6 +375,7 @@ def clean(
             remove_columns=dataset.column_names,
             features=features,
             num_proc=num_workers,
+            new_fingerprint=_fingerprint(dataset, function, columns),
             desc="Cleaning",
         )
     )
@@ -441,14 +442,43 @@ def tokenize(
 ) -> Dataset:
     """Replace the columns by what `function` makes of a batch of rows; once per node, cached under the hash of both.
 
-    `function` must be deterministic and hashable: a function of a module, or a `functools.partial` of one.
+    `function` must be deterministic: a function, or a `functools.partial` of one whose settings can be pickled.
     """
-    Hasher.hash(function)  # raises here, where map() would only warn and run it once per process
     return once_per_node(
         lambda: dataset.map(
-            function, batched=True, remove_columns=dataset.column_names, num_proc=num_workers, desc="Tokenizing"
+            function,
+            batched=True,
+            remove_columns=dataset.column_names,
+            num_proc=num_workers,
+            new_fingerprint=_fingerprint(dataset, function),
+            desc="Tokenizing",
         )
     )
+
+
+def _fingerprint(dataset: Dataset, function: Callable[..., Any], *settings: Any) -> str:
+    """Name of the result in the cache: what the rows were, the files that the code stands in, and the settings.
+
+    Not `datasets`' own hash of the function: for a function of the script itself it pickles all that the script imports,
+    which fails with some versions of the libraries, and then each process would have another name.
+    """
+    code = {Path(__file__)}
+    values: list[Any] = list(settings)
+    while isinstance(function, functools.partial):
+        values += [function.args, *sorted(function.keywords.items(), key=lambda item: item[0])]
+        function = function.func
+    code.add(Path(function.__code__.co_filename))
+    hasher = Hasher()
+    hasher.update(dataset._fingerprint)
+    for file in sorted(code):
+        hasher.update(file.read_bytes())
+    for value in values:
+        name, content = value if isinstance(value, tuple) and len(value) == 2 else ("", value)
+        if isinstance(content, PreTrainedTokenizerBase) and content.is_fast:
+            # Without what a call leaves behind in it: the first process has used it, the others have not yet.
+            content = json.loads(content.backend_tokenizer.to_str()) | {"truncation": None, "padding": None}
+        hasher.update((name, content))
+    return hasher.hexdigest()
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, texts: list[str], max_length: int) -> list[list[int]]:

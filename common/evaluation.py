@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from common.arguments import TrainArguments
 from common.data import Collator, EvalBatch, EvalBatches, column_array
 from common.losses import IGNORE_INDEX, cross_entropy_sum
-from common.sharding import generation_model, is_sharded
+from common.sharding import generation_model, is_sharded, reshard
 
 Batch = dict[str, torch.Tensor]
 Statistics = Callable[[nn.Module, Batch], dict[str, torch.Tensor]]
@@ -148,6 +148,7 @@ def _evaluation_mode(model: nn.Module) -> Iterator[None]:
         with torch.no_grad():
             yield
     finally:
+        reshard(model)
         model.train(was_training)
 
 

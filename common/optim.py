@@ -12,16 +12,18 @@ from common.arguments import OptimizerArguments
 def build_optimizer(model: nn.Module, args: OptimizerArguments) -> torch.optim.Optimizer:
     """Optimizer over the prepared model's trainable parameters; biases and norms get no weight decay.
 
-    Groups follow from the owning module, not from the parameter's shape: FSDP1 flattens parameters.
+    Groups follow from the owning module and the names, not from the parameter's shape: FSDP1 flattens parameters.
     """
     decayed, plain = [], []
     seen = set()
-    for module in model.modules():
+    for path, module in model.named_modules():
         is_norm = "norm" in type(module).__name__.lower()
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.requires_grad and parameter not in seen:
                 seen.add(parameter)
-                (plain if is_norm or not name.endswith("weight") else decayed).append(parameter)
+                # The owner's name too: T5's position biases are the weight of a `relative_attention_bias`.
+                is_bias = "bias" in f"{path.rpartition('.')[2]}.{name}"
+                (plain if is_norm or is_bias else decayed).append(parameter)
     groups = [{"params": decayed, "weight_decay": args.weight_decay}, {"params": plain, "weight_decay": 0.0}]
     groups = [group for group in groups if group["params"]]
     if args.optim == "adafactor":
@@ -40,17 +42,17 @@ def build_optimizer(model: nn.Module, args: OptimizerArguments) -> torch.optim.O
 def learning_rate(args: OptimizerArguments, step: int, num_steps: int, steps_per_epoch: float) -> float:
     """Learning rate of optimizer step `step` (from 0) of `num_steps`.
 
-    Warm-up is linear and never 0; the decay ends at exactly min_learning_rate in the last step.
+    Warm-up is linear and never 0; linear and cosine decay end at exactly min_learning_rate in the last step.
     """
     warmup = round(args.warmup_steps * num_steps) if args.warmup_steps < 1 else round(args.warmup_steps)
     if step < warmup:
         return args.learning_rate * (step + 1) / (warmup + 1)
-    span = args.learning_rate - args.min_learning_rate
     progress = min(1.0, (step - warmup) / max(1, num_steps - 1 - warmup))
     if args.lr_scheduler_type == "linear":
-        return args.learning_rate - span * progress
+        return args.learning_rate * (1.0 - progress) + args.min_learning_rate * progress
     if args.lr_scheduler_type == "cosine":
-        return args.min_learning_rate + span * 0.5 * (1.0 + math.cos(math.pi * progress))
+        height = 0.5 * (1.0 + math.cos(math.pi * progress))
+        return args.learning_rate * height + args.min_learning_rate * (1.0 - height)
     if args.lr_scheduler_type == "step":
         # A full number of epochs behind the step, not a rounded count of steps: epochs need not divide evenly.
         epoch = math.floor(step / steps_per_epoch + 1e-9)

@@ -25,6 +25,7 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     ShardingStrategy,
     fully_shard,
+    register_fsdp_forward_method,
 )
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy
@@ -342,28 +343,58 @@ def _fsdp1_grad_norm(model: FSDP1, parameters: list[nn.Parameter]) -> torch.Tens
 
 @contextmanager
 def generation_model(model: nn.Module) -> Iterator[PreTrainedModel]:
-    """Hugging Face model whose `generate` may be called under the strategy; all processes enter it together.
+    """Hugging Face model whose `generate` may be called under the strategy; all processes call it equally often.
 
-    Under FSDP2 all units stay gathered in the compute type while it is open, where they fit: a token then costs no
-    communication. FSDP1 gathers its root only, for encoder-decoder models call the encoder directly and not through it.
+    Sharded, the whole of `generate` runs as a forward pass of the root unit, because encoder-decoder models call their
+    encoder directly, past the root's hooks: its parameters (embeddings, final norms) must be gathered by then, in the
+    type that the units compute in, and the units must know their root before the first of them runs. Under FSDP2 all
+    units stay gathered where they fit: a token then costs no communication.
     """
+    inner = base_model(model)
+    if not is_sharded(model):
+        yield inner
+        return
     if isinstance(model, FSDP1):
-        with FSDP1.summon_full_params(model, recurse=False, writeback=False):
-            yield base_model(model)
-    elif isinstance(model, FSDPModule):
-        units = [module for module in model.modules() if isinstance(module, FSDPModule)]
-        keep_gathered = _fits_gathered(model)
-        model.unshard()
-        try:
-            if keep_gathered:
-                model.set_reshard_after_forward(False, recurse=True)
-            yield model  # type: ignore[misc]
-        finally:
-            for unit in units:
-                unit.set_reshard_after_forward(_RESHARD_AFTER_FORWARD[unit], recurse=False)
-                unit.reshard()
+        inner.generate = functools.partial(_generate_as_forward, model, inner)
     else:
-        yield base_model(model)
+        assert isinstance(model, FSDPModule)
+        register_fsdp_forward_method(model, "generate")
+        if _fits_gathered(model):
+            model.set_reshard_after_forward(False, recurse=True)
+    try:
+        yield inner
+    finally:
+        del inner.generate  # the instance's attribute; the class's method is there again
+        for unit, reshard_after_forward in _RESHARD_AFTER_FORWARD.items():
+            assert isinstance(unit, FSDPModule)
+            unit.set_reshard_after_forward(reshard_after_forward, recurse=False)
+        reshard(model)
+
+
+def _generate_as_forward(root: FSDP1, inner: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+    # FSDP1 has no register_fsdp_forward_method, and summon_full_params gathers the root in the parameters' type while
+    # the other units compute in bf16. So generate takes the place of the wrapped forward for this one call of the root.
+    forward = inner.forward
+
+    def generate(*args: Any, **kwargs: Any) -> Any:
+        inner.forward = forward  # for the forward passes of generate itself
+        return type(inner).generate(inner, *args, **kwargs)
+
+    inner.forward = generate
+    try:
+        return root(*args, **kwargs)
+    finally:
+        inner.forward = forward
+
+
+def reshard(model: nn.Module) -> None:
+    """Free gathered parameters that a forward pass without a backward pass has left (FSDP2 keeps at least the root's).
+
+    Until then `model.parameters()` are not the sharded ones that the optimizer has, and its state cannot be saved.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def _fits_gathered(model: nn.Module) -> bool:

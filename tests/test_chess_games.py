@@ -258,6 +258,7 @@ def test_positions_of_dropped_games_are_told(tmp_path: Path) -> None:
     path = tmp_path / "games.pgn"
     at = {event: lines.index(f'[Event "{event}"]') + 1 for event in ("Opera", "illegal", "null move", "cut off")}
     assert games[0].source == f"{path} line {at['Opera']}"
+    assert moves(read_text(tmp_path, MIXED_PGN, "games.txt")[0]) == moves(games)  # known by its tags
     assert report.examples[cg.ILLEGAL][:2] == [
         f"{path} line {at['illegal']} ('Ke3' at move 2, white)",
         f"{path} line {at['null move']} ('--' at move 1, black)",
@@ -723,14 +724,8 @@ def test_the_script_makes_the_same_games_again(tmp_path: Path) -> None:
         pytest.skip("stockfish is not installed")
     if "Stockfish 15.1" not in subprocess.run([engine, "quit"], capture_output=True, text=True, timeout=60).stdout:
         pytest.skip("the sample games are from Stockfish 15.1")
-    command = [
-        sys.executable,
-        SAMPLES / "make_chess_games.py",
-        "--output",
-        tmp_path / "games.jsonl",
-        "--num_games",
-        "2",
-    ]
-    subprocess.run([*command, "--num_processes", "2", "--engine", engine], check=True, timeout=120)
+    script, output = SAMPLES / "make_chess_games.py", tmp_path / "games.jsonl"
+    command = f"{sys.executable} {script} --output {output} --num_games 2 --num_processes 2 --engine {engine}"
+    subprocess.run(command.split(), check=True, timeout=120)
     expected = (SAMPLES / "chess_games.jsonl").read_text().splitlines()[:2]
     assert output.read_text().splitlines() == expected

@@ -15,6 +15,8 @@ import multiprocessing
 import os
 import random
 import shutil
+import signal
+import sys
 from pathlib import Path
 
 import chess
@@ -56,6 +58,7 @@ def play_game(engine: chess.engine.SimpleEngine, nodes: int, seed: int, number: 
 def open_engine(path: str) -> None:
     """Start this process's engine; it ends when its input is closed, so that it never outlives the process."""
     global engine
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     engine = chess.engine.SimpleEngine.popen_uci(path)
     engine.configure({"Threads": 1, "Hash": 16})
 
@@ -77,6 +80,7 @@ def main() -> None:
     if args.engine is None:
         parser.error("no stockfish on the PATH: install it (apt-get install stockfish), or name it with --engine")
 
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the pool takes its processes along
     play = functools.partial(play_numbered_game, args.nodes, args.seed)
     with multiprocessing.Pool(args.num_processes, initializer=open_engine, initargs=(args.engine,)) as pool:
         games = pool.imap(play, range(args.num_games))
