@@ -1,12 +1,15 @@
 """Optimizer with decay groups, and learning-rate schedules as a function of the optimizer step."""
 
 import math
+from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
 from torch.optim.lr_scheduler import LambdaLR
+from torch.overrides import TorchFunctionMode
 
-from common.arguments import OptimizerArguments
+from common.arguments import OptimizerArguments, UserError
 
 
 def build_optimizer(model: nn.Module, args: OptimizerArguments) -> torch.optim.Optimizer:
@@ -27,7 +30,12 @@ def build_optimizer(model: nn.Module, args: OptimizerArguments) -> torch.optim.O
     groups = [{"params": decayed, "weight_decay": args.weight_decay}, {"params": plain, "weight_decay": 0.0}]
     groups = [group for group in groups if group["params"]]
     if args.optim == "adafactor":
-        return torch.optim.Adafactor(groups, lr=args.learning_rate)
+        if any(isinstance(module, nn.Linear) and module.weight.dim() < 2 for module in model.modules()):
+            raise UserError(
+                "--optim adafactor works on rows and columns of matrices, which FSDP1 has flattened; "
+                "choose a YAML with fsdp_version: 2, or --optim adamw."
+            )
+        return _Adafactor(groups, lr=args.learning_rate)
     if args.optim == "adadelta":
         return torch.optim.Adadelta(groups, lr=args.learning_rate)
     return torch.optim.AdamW(
@@ -37,6 +45,26 @@ def build_optimizer(model: nn.Module, args: OptimizerArguments) -> torch.optim.O
         eps=args.adam_epsilon,
         fused=next(iter(seen)).device.type == "cuda",
     )
+
+
+class _Adafactor(torch.optim.Adafactor):
+    """torch's Adafactor, also on the matrices that FSDP2 splits by rows."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        with _SumOverProcesses():
+            return super().step(closure)
+
+
+class _SumOverProcesses(TorchFunctionMode):
+    """Finishes norms over the split dimension at once: torch's Adafactor squares them in place, which parts cannot be."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, DTensor) and any(placement.is_partial() for placement in result.placements):
+            replicated = [Replicate() if p.is_partial() else p for p in result.placements]
+            return result.redistribute(placements=replicated)
+        return result
 
 
 def learning_rate(args: OptimizerArguments, step: int, num_steps: int, steps_per_epoch: float) -> float:

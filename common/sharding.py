@@ -189,7 +189,8 @@ def _fully_shard(
         ),
         "offload_policy": OffloadPolicy(),
     }
-    if plugin.cpu_offload:
+    offload = isinstance(plugin.cpu_offload, CPUOffloadPolicy)  # accelerate has a policy object for both cases
+    if offload:
         settings["offload_policy"] = CPUOffloadPolicy(pin_memory=accelerator.device.type == "cuda")
     reshard = bool(plugin.reshard_after_forward)
     # Non-persistent buffers (rotary frequencies) have their values already and are in no checkpoint.
@@ -210,7 +211,7 @@ def _fully_shard(
         shard(head, False)
     shard(model, False)
     if weights:
-        model.to_empty(device="cpu" if plugin.cpu_offload else accelerator.device)
+        model.to_empty(device="cpu" if offload else accelerator.device)
         model.tie_weights()  # to_empty gave every name of a tied parameter storage of its own
         for name, buffer in buffers.items():
             owner, _, leaf = name.rpartition(".")
