@@ -474,6 +474,12 @@ class _Checker:
         ):
             if key in self.plan:
                 self.report(key, f"obsolete under fsdp_version 2 ({reason}); remove the line")
+        if self.plan.get("fsdp_backward_prefetch") == "BACKWARD_POST":
+            self.report(
+                "fsdp_backward_prefetch",
+                "BACKWARD_POST is for fsdp_version 1: FSDP2 gathers the next unit before the gradients of this one are "
+                "computed, or not ahead; write BACKWARD_PRE or NO_PREFETCH",
+            )
 
     def check_keys_of_fsdp2(self) -> None:
         # `accelerate config` itself writes FSDP1's strategy under this key; the launcher's default strategy wins.

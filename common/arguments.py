@@ -35,6 +35,12 @@ class RunArguments:
     num_train_epochs: float = arg(1.0, "Passes over the training data; ignored when --max_steps is given.")
     report_to: str = arg("none", "Trackers besides metrics.jsonl: none, wandb, tensorboard, or both with a comma.")
     resume_from_checkpoint: str | None = arg(None, "latest, or the folder of a checkpoint, to go on from.")
+    allow_changed: str | None = arg(
+        None, "Settings, with commas, that may differ from the checkpoint's: learning_rate,data."
+    )
+    max_run_seconds: float | None = arg(
+        None, "Save and stop with exit code 75 this long after the start of the process; loading counts."
+    )
     run_name: str | None = arg(None, "Name of the run in the trackers (default: the output folder's name).")
     wandb_project: str | None = arg(None, "wandb project (default: the recipe's name).")
     wandb_entity: str | None = arg(None, "wandb team or user.")
@@ -42,6 +48,9 @@ class RunArguments:
     print_model: bool = arg(False, "Print the sharded module tree.")
     show_samples: int = arg(0, "Print this many training examples: cleaned input and labels.")
     deterministic: bool = arg(False, "Deterministic kernels (slower on GPUs): needed there for bit-exact repetition.")
+    accelerate_config: str | None = arg(
+        None, "accelerate YAML for torchrun and mpiexec (or ACCELERATE_CONFIG_FILE); accelerate launch has --config_file."
+    )
     ddp_timeout: int = arg(1800, "Seconds after which a collective that some process never joins is an error.")
     debug: bool = arg(False, "Show tracebacks of user errors too.")
 
@@ -74,6 +83,9 @@ class OptimizerArguments:
     adam_beta2: float = arg(0.999, "AdamW's beta2.")
     adam_epsilon: float = arg(1e-8, "AdamW's epsilon.")
     max_grad_norm: float = arg(1.0, "Clip the gradient to this norm; 0: only measure it.")
+    max_skipped_steps: int = arg(
+        0, "Leave out up to so many steps whose gradient is not finite; above 0 each step waits for the device."
+    )
 
 
 @dataclass
@@ -91,6 +103,10 @@ class CadenceArguments:
     save_strategy: Literal["no", "steps", "epoch"] = arg("epoch", "When to save; no: only the last weights are kept.")
     save_steps: int | None = arg(None, "Steps between checkpoints (save_strategy steps).")
     save_total_limit: int | None = arg(None, "Keep only so many checkpoints, and always the newest and the best.")
+    async_save: bool = arg(False, "Write checkpoints while training goes on; needs the state once more in host memory.")
+    save_only_model: bool = arg(
+        False, "Leave the optimizer out of checkpoints due by --save_strategy; training cannot go on from them."
+    )
     metric_for_best_model: str = arg("eval_loss", "Evaluation metric that chooses best/; *loss* and *perplexity*: low.")
 
 
@@ -126,6 +142,14 @@ class RefinementArguments:
     reduce_dtype: Literal["float32", "bfloat16", "fp32", "bf16"] | None = arg(
         None, "Type in which FSDP sums gradients over processes (default: float32; float64 parameters: float64)."
     )
+    buffer_dtype: Literal["float32", "bfloat16", "fp32", "bf16"] | None = arg(
+        None, "Type of buffers under FSDP1 (default: as they are); FSDP2 leaves buffers alone."
+    )
+    limit_all_gathers: bool | None = arg(None, "FSDP1: let at most two units be gathered at a time (default: true).")
+    prefetch_depth: int | None = arg(
+        None, "FSDP2: how many units the YAML's forward and backward prefetch gather ahead (default: 1)."
+    )
+    blocks_per_unit: int | None = arg(None, "FSDP2: consecutive blocks that are gathered together (default: 1).")
     gradient_checkpointing: bool = arg(
         False,
         "Recompute activations in the backward pass; under FSDP the YAML's fsdp_activation_checkpointing says so.",
@@ -154,19 +178,21 @@ class TrainArguments(
         self.param_dtype = aliases.get(self.param_dtype, self.param_dtype)  # type: ignore[assignment]
         if self.reduce_dtype is not None:
             self.reduce_dtype = aliases.get(self.reduce_dtype, self.reduce_dtype)  # type: ignore[assignment]
+        if self.buffer_dtype is not None:
+            self.buffer_dtype = aliases.get(self.buffer_dtype, self.buffer_dtype)  # type: ignore[assignment]
         for name, value in self.to_dict().items():
             if isinstance(value, float) and not math.isfinite(value):
                 raise UserError(f"--{name} is {value}; it must be a finite number.")
         positive = "total_batch_size per_device_train_batch_size gradient_accumulation_steps max_train_samples " \
             "per_device_eval_batch_size logging_steps eval_steps evals_per_epoch max_eval_batches max_eval_samples " \
             "preprocessing_num_workers num_train_epochs save_steps save_total_limit ddp_timeout lr_gamma " \
-            "adam_epsilon"  # fmt: skip
+            "adam_epsilon max_run_seconds prefetch_depth blocks_per_unit"  # fmt: skip
         for name in positive.split():
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise UserError(f"--{name} is {value}; it must be greater than 0.")
         for name in ("dataloader_num_workers", "learning_rate", "min_learning_rate", "warmup_steps", "weight_decay",
-                     "max_grad_norm", "show_samples"):  # fmt: skip
+                     "max_grad_norm", "max_skipped_steps", "show_samples"):  # fmt: skip
             if getattr(self, name) < 0:
                 raise UserError(f"--{name} is {getattr(self, name)}; it must not be negative.")
         for name in ("adam_beta1", "adam_beta2"):

@@ -733,6 +733,51 @@ def num_target_tokens(batch: Mapping[str, torch.Tensor]) -> int:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# One long text
+
+
+class TokenWindows:
+    """Pieces of one token array as a map-style dataset of `input_ids` and `labels`, without a copy of any token.
+
+    Example i starts at `starts[i]` and has at most `block_size` positions, fewer at the end of the array; labels[t] is
+    the target of position t, the token after it. `range(len(tokens) - block_size)` gives the full windows at every
+    offset, which overlap; `range(0, len(tokens) - 1, block_size)` cuts the array so that each token but the first is a
+    target exactly once.
+    """
+
+    column_names = ("input_ids", "labels")
+
+    def __init__(self, tokens: np.ndarray, block_size: int, starts: range) -> None:
+        assert not starts or (starts[0] >= 0 and starts[-1] + 1 < len(tokens)), "each example has a target"
+        self.tokens = tokens
+        self.block_size = block_size
+        self.starts = starts
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        start = self.starts[index]
+        piece = self.tokens[start : start + self.block_size + 1]
+        return {"input_ids": piece[:-1], "labels": piece[1:]}
+
+    def select(self, indices: range) -> "TokenWindows":
+        """The first examples, as `head` asks for them."""
+        assert indices == range(len(indices))
+        return TokenWindows(self.tokens, self.block_size, self.starts[: len(indices)])
+
+
+def collate_windows(rows: list[Row]) -> Batch:
+    """Batch of `TokenWindows`; shorter ones get token 0 after their end, which is no target and nothing attends to."""
+    shape = len(rows), max(len(row["labels"]) for row in rows)
+    batch = {"input_ids": torch.zeros(shape, dtype=torch.int64), "labels": torch.full(shape, IGNORE_INDEX)}
+    for index, row in enumerate(rows):
+        for name, values in batch.items():
+            values[index, : len(row[name])] = torch.from_numpy(row[name])
+    return batch
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # What a user sees of the data
 
 

@@ -18,8 +18,22 @@ from common.data import Collator, EvalBatch, EvalBatches, column_array
 from common.losses import IGNORE_INDEX, cross_entropy_sum
 from common.sharding import generation_model, is_sharded, reshard
 
+# Called before each batch of an evaluation; see `polling`.
+_poll: Callable[[], None] | None = None
+
 Batch = dict[str, torch.Tensor]
 Statistics = Callable[[nn.Module, Batch], dict[str, torch.Tensor]]
+
+
+@contextmanager
+def polling(poll: Callable[[], None]) -> Iterator[None]:
+    """Evaluations inside call `poll` before each batch, on all processes together; it may raise to end them."""
+    global _poll
+    _poll = poll
+    try:
+        yield
+    finally:
+        _poll = None
 
 
 def evaluation_batches(
@@ -132,6 +146,41 @@ def generate_texts(
     return [by_index[index] for index in range(len(gathered))] if accelerator.is_main_process else None
 
 
+def continue_text(
+    accelerator: Accelerator,
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: str,
+    *,
+    max_new_tokens: int,
+    context_length: int,
+    temperature: float = 0.0,
+    seed: int = 0,
+) -> str:
+    """The prompt as a causal model goes on with it, equal on all processes, until its end token or `max_new_tokens`.
+
+    Sampled by `seed` at the temperature; 0 takes the likeliest token each time. Where the text outgrows the
+    `context_length` of the model, the model sees the last half of that again and goes on from there. Collective.
+    """
+    settings: dict[str, Any] = {"do_sample": temperature > 0}
+    if temperature > 0:
+        settings |= {"temperature": temperature, "top_k": 200, "top_p": 1.0}
+    tokens = tokenizer(prompt, add_special_tokens=False, return_tensors="pt")["input_ids"].to(accelerator.device)
+    final_length = tokens.shape[1] + max_new_tokens
+    torch.manual_seed(seed)
+    with _evaluation_mode(model), generation_model(model) as hf_model:
+        synced = accelerator.num_processes > 1 and is_sharded(model)
+        while tokens.shape[1] < final_length and int(tokens[0, -1]) != tokenizer.eos_token_id:
+            context = tokens if tokens.shape[1] < context_length else tokens[:, -(context_length // 2) :]
+            num_new = min(final_length - tokens.shape[1], context_length - context.shape[1])
+            with _generation_config(hf_model, settings | {"max_new_tokens": num_new}):
+                output = hf_model.generate(
+                    input_ids=context, attention_mask=torch.ones_like(context), synced_gpus=synced
+                )
+            tokens = torch.cat([tokens, output[:, context.shape[1] :]], dim=1)
+    return tokenizer.decode(tokens[0], skip_special_tokens=True)
+
+
 def decode_texts(tokenizer: PreTrainedTokenizerBase, token_ids: torch.Tensor | Sequence[Sequence[int]]) -> list[str]:
     """Texts of rows of token ids, without special tokens and without label padding (-100), which is no token."""
     rows = token_ids.tolist() if isinstance(token_ids, torch.Tensor) else token_ids
@@ -172,6 +221,10 @@ def _to_device(batch: Batch, accelerator: Accelerator) -> Batch:
     return {key: value.to(accelerator.device, non_blocking=True) for key, value in batch.items()}
 
 
-def _progress(accelerator: Accelerator, batches: Iterable[EvalBatch], description: str) -> Iterable[EvalBatch]:
-    """A progress bar on one process, only when it takes longer than two seconds."""
-    return tqdm(batches, desc=description, unit="batch", delay=2, leave=False, disable=not accelerator.is_main_process)
+def _progress(accelerator: Accelerator, batches: Iterable[EvalBatch], description: str) -> Iterator[EvalBatch]:
+    """The batches with a progress bar on one process, only when it takes longer than two seconds."""
+    bar = tqdm(batches, desc=description, unit="batch", delay=2, leave=False, disable=not accelerator.is_main_process)
+    for batch in bar:
+        if _poll is not None:
+            _poll()
+        yield batch

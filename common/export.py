@@ -1,15 +1,23 @@
-"""Hugging Face folder out of a model under any strategy."""
+"""Hugging Face folder out of a model under any strategy, or out of a checkpoint."""
 
+import json
 import shutil
+import warnings
 from pathlib import Path
 
 import torch
+import torch.distributed.checkpoint as dcp
+import transformers
 from accelerate import Accelerator
+from huggingface_hub import split_torch_state_dict_into_shards
+from safetensors.torch import save_file
 from torch import nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedTokenizerBase
 
+from common.checkpoint import EXPECTED_WARNINGS, Checkpoint
 from common.launch import RunFailed
 from common.sharding import base_model
 
@@ -42,3 +50,50 @@ def export_model(
         shutil.rmtree(folder, ignore_errors=True)
         temporary.rename(folder)
     accelerator.wait_for_everyone()
+
+
+def export_checkpoint(
+    checkpoint: Checkpoint, folder: Path, dtype: torch.dtype | None = None, max_shard_size: int | str = "5GB"
+) -> None:
+    """Write a checkpoint's weights, config, generation config and tokenizer as a folder for `from_pretrained`.
+
+    Works in one process on the CPU and holds one file of weights in memory at a time. dtype: of the floating-point
+    weights; None keeps the saved one. The folder appears once transformers has found in it each weight that the model
+    has and no other. Raises `RunFailed` when it does not.
+    """
+    for message in EXPECTED_WARNINGS:
+        warnings.filterwarnings("ignore", message=message)
+    saved: dict[str, torch.Tensor] = {}
+    for name, entry in checkpoint.reader().read_metadata().state_dict_metadata.items():
+        if name.startswith("model."):
+            assert isinstance(entry, TensorStorageMetadata)
+            saved[name.removeprefix("model.")] = torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
+    dtypes = {name: dtype if dtype and tensor.is_floating_point() else tensor.dtype for name, tensor in saved.items()}
+    split = split_torch_state_dict_into_shards(
+        {name: tensor.to(dtypes[name]) for name, tensor in saved.items()}, max_shard_size=max_shard_size
+    )
+    temporary = folder.with_name(folder.name + ".tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    shutil.copytree(checkpoint.huggingface_folder, temporary)
+    for file_name, names in split.filename_to_tensors.items():
+        tensors = {f"model.{name}": torch.empty_like(saved[name], device="cpu") for name in names}
+        dcp.load(tensors, storage_reader=checkpoint.reader(), no_dist=True)
+        converted = {name: tensors.pop(f"model.{name}").to(dtypes[name]) for name in names}
+        save_file(converted, temporary / file_name, metadata={"format": "pt"})
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        (temporary / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True))
+    config = json.loads((temporary / "config.json").read_text())
+    config["dtype"] = str(next(dtypes[name] for name, tensor in saved.items() if tensor.is_floating_point()))[6:]
+    (temporary / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    _check_reload(temporary, config["architectures"][0])
+    temporary.rename(folder)
+
+
+def _check_reload(folder: Path, class_name: str) -> None:
+    """Names and shapes through transformers' own loading, without the values."""
+    model_class = getattr(transformers, class_name)
+    _, report = model_class.from_pretrained(folder, output_loading_info=True, device_map="meta")
+    wrong = {kind: sorted(map(str, names)) for kind, names in report.items() if names}
+    if wrong:
+        raise RunFailed(f"{folder} does not load as {class_name}: {wrong}")

@@ -4,18 +4,19 @@ The one place that builds an `Accelerator`. On a machine without a GPU the same 
 with real FSDP units; what had to be substituted is named in the banner, and what cannot be rehearsed is refused.
 """
 
+import importlib.util
 import os
 import shutil
 import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Literal, NoReturn
+from typing import Any, Literal, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -26,8 +27,12 @@ from accelerate.utils import (
     GradientAccumulationPlugin,
     InitProcessGroupKwargs,
 )
+from torch.distributed.fsdp import CPUOffloadPolicy
 
+from common.accelerate_config import check_launch, wrap_class_names
 from common.arguments import TrainArguments, UserError, is_first_process
+from common.optim import LossScale
+from common.stopping import received_signal
 
 EXIT_ERROR = 1
 EXIT_USER_ERROR = 2
@@ -53,10 +58,22 @@ class Strategy:
     kind: Literal["single", "ddp", "fsdp1", "fsdp2"]
     mixed_precision: str
     """no, bf16, fp16 or fp8, as it is in effect."""
+    config_file: Path | None = None
     plugin: FullyShardedDataParallelPlugin | None = None
     """accelerate's reading of fsdp_config; None without FSDP."""
+    wrap_classes: tuple[str, ...] = ()
+    """Block classes that the YAML names; none: the model's own."""
+    replicas: int = 1
+    """Copies of the sharded model: FSDP2's hybrid has several groups of processes, each with one."""
+    backward_prefetch: str | None = None
+    """FSDP2: BACKWARD_PRE or NO_PREFETCH where the YAML has the key; None leaves the order to FSDP2."""
+    forward_prefetch: bool = False
     ram_efficient_loading: bool = True
-    compile_backend: str | None = None
+    """Each process reads its own slices of a checkpoint; else each loads the whole model before sharding."""
+    fp8_options: Mapping[str, bool] = field(default_factory=dict)
+    """Arguments of torchao's Float8LinearConfig."""
+    compile_options: Mapping[str, Any] | None = None
+    """Arguments of torch.compile; None: not compiled."""
     substitutions: tuple[str, ...] = field(default=())
     """What this machine cannot do as asked and what runs in its place, for the banner."""
 
@@ -72,9 +89,15 @@ class Strategy:
             assert self.plugin is not None
             text += ", parameters, gradients and optimizer sharded"
             text += ", resharded after forward" if self.plugin.reshard_after_forward else ", kept after forward"
+            if self.replicas > 1:
+                text += f", {self.replicas} replicas"
+            if isinstance(self.plugin.cpu_offload, CPUOffloadPolicy):
+                text += ", offloaded to host memory"
         elif self.kind == "fsdp1":
             assert self.plugin is not None and self.plugin.sharding_strategy is not None
             text += f" {self.plugin.sharding_strategy.name}"
+            if self.plugin.cpu_offload.offload_params:
+                text += ", offloaded to host memory"
         return text
 
 
@@ -97,13 +120,16 @@ def run(main: Callable[[], None]) -> NoReturn:
     except Exception as error:
         code, message = EXIT_ERROR, traceback.format_exc()
         if _is_lost_connection(error):
-            # Another process has gone; its own error is the one to see, and the launcher is about to end this one.
+            # Another process has gone; its own error is the one to see, and the launcher is about to end this one, or
+            # has tried to by the signal that asks for a stop.
             time.sleep(2 * REPORT_DELAY_SECONDS)
+            if received_signal() is not None:
+                os._exit(EXIT_ERROR)
     else:
         if dist.is_initialized():
             dist.destroy_process_group()
         sys.exit(0)
-    if not is_first_process():
+    if code != EXIT_STOPPED and not is_first_process():
         time.sleep(REPORT_DELAY_SECONDS)
     if code != EXIT_STOPPED or is_first_process():
         sys.stdout.flush()
@@ -124,17 +150,13 @@ def build_accelerator(args: TrainArguments) -> tuple[Accelerator, Strategy]:
 
     Raises `UserError` before anything is loaded when the machine cannot do what was asked.
     """
+    config_file = check_launch(args.accelerate_config)
     requested = _requested_kind()
     on_cpu = _flag("ACCELERATE_USE_CPU") or not torch.cuda.is_available()
     num_processes = int(os.environ.get("WORLD_SIZE", "1"))
     _check_devices(on_cpu)
     mixed_precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     _check_precision(args, mixed_precision, on_cpu)
-    if os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1") != "1":
-        raise UserError(
-            "gradient_accumulation_steps in the accelerate YAML has no effect here; the preset or "
-            "--gradient_accumulation_steps says it."
-        )
     substitutions = []
     ram_efficient_loading = _flag("FSDP_CPU_RAM_EFFICIENT_LOADING", default=True)
     if requested in ("fsdp1", "fsdp2"):
@@ -142,6 +164,13 @@ def build_accelerator(args: TrainArguments) -> tuple[Accelerator, Strategy]:
         # alone reading and broadcasting, is switched off, because it leaves the other processes with empty weights.
         os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
         os.environ["FSDP_SYNC_MODULE_STATES"] = "false"
+        if on_cpu and _flag("FSDP_OFFLOAD_PARAMS"):
+            if requested == "fsdp1":
+                raise UserError(
+                    "fsdp_offload_params: FSDP1 offloads from a GPU only and cannot be rehearsed on the CPU; "
+                    "rehearse with fsdp_version: 2, or set it to false."
+                )
+            substitutions.append("offload without pinned memory")
         if on_cpu and num_processes == 1 and requested == "fsdp1":
             substitutions.append("FSDP1 on one process shards nothing (NO_SHARD)")
     compute_precision = mixed_precision
@@ -149,13 +178,24 @@ def build_accelerator(args: TrainArguments) -> tuple[Accelerator, Strategy]:
         # Thirty times slower than float32 where the processor has no such instructions.
         compute_precision = "no"
         substitutions.append(f"{mixed_precision} computed in float32, which is what this CPU has instructions for")
+    compile_options = _compile_options()
+    if on_cpu and compile_options and compile_options["backend"] == "inductor":
+        # The same graphs are captured; generating and compiling C++ for them takes minutes.
+        compile_options["backend"] = "aot_eager"
+        substitutions.append("compiled blocks run through aot_eager, without generated code")
     timeout = timedelta(seconds=args.ddp_timeout)
     if on_cpu and requested != "single" and not dist.is_initialized():
         # accelerate joins no group for one process, but FSDP needs one.
         dist.init_process_group("gloo", timeout=timeout)
         substitutions.insert(0, "rehearsal on the CPU over gloo: real sharding, no GPU")
+    # Read by us and hidden from accelerate, which drops prefetch under FSDP2 with a warning and builds no mesh on a CPU.
+    backward_prefetch = _hide("FSDP_BACKWARD_PREFETCH") if requested == "fsdp2" else None
+    forward_prefetch = requested == "fsdp2" and _flag("FSDP_FORWARD_PREFETCH")
+    replicas = _replicas(num_processes)
     with _quiet_accelerate():
         accelerator = Accelerator(
+            # Precision is applied with the sharding: accelerate would wrap forwards and scale losses a second time.
+            mixed_precision="no",
             # MPS has no FSDP or gloo; alone it is accelerate's own choice.
             cpu=on_cpu and (requested != "single" or _flag("ACCELERATE_USE_CPU")),
             # Our loop normalises by tokens; accelerate must not divide the loss again.
@@ -166,12 +206,22 @@ def build_accelerator(args: TrainArguments) -> tuple[Accelerator, Strategy]:
     strategy = Strategy(
         kind=requested,
         mixed_precision=compute_precision,
+        config_file=config_file,
         plugin=plugin,
+        wrap_classes=tuple(wrap_class_names(os.environ.get("FSDP_TRANSFORMER_CLS_TO_WRAP"))),
+        replicas=replicas,
+        backward_prefetch=backward_prefetch,
+        forward_prefetch=forward_prefetch,
         ram_efficient_loading=ram_efficient_loading,
-        compile_backend=_compile_backend(),
+        fp8_options={
+            "enable_fsdp_float8_all_gather": _flag("FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER"),
+            "pad_inner_dim": _flag("FP8_PAD_INNER_DIM"),
+        },
+        compile_options=compile_options,
         substitutions=tuple(substitutions),
     )
-    _check_effective(accelerator, strategy, num_processes, mixed_precision)
+    accelerator.scaler = LossScale() if compute_precision == "fp16" else None
+    _check_effective(accelerator, strategy, num_processes)
     _set_up_process(args, accelerator)
     _claim_output_dir(args, accelerator)
     return accelerator, strategy
@@ -192,9 +242,36 @@ def _cpu_computes(mixed_precision: str) -> bool:
     return mixed_precision == "bf16" and (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 
 
-def _compile_backend() -> str | None:
+def _compile_options() -> dict[str, Any] | None:
     backend = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower()
-    return None if backend == "no" else backend
+    if backend == "no":
+        return None
+    return {
+        "backend": backend,
+        "mode": os.environ.get("ACCELERATE_DYNAMO_MODE", "default"),
+        "fullgraph": _flag("ACCELERATE_DYNAMO_USE_FULLGRAPH"),
+        # The launcher says "not dynamic" also where the YAML says nothing; ragged batches would compile every length.
+        "dynamic": True if _flag("ACCELERATE_DYNAMO_USE_DYNAMIC") else None,
+    }
+
+
+def _hide(name: str) -> str | None:
+    return os.environ.pop(name, None)
+
+
+def _replicas(num_processes: int) -> int:
+    """Groups of FSDP2's hybrid sharding; raises `UserError` unless they and their shards make up all processes."""
+    if not _flag("ACCELERATE_USE_PARALLELISM_CONFIG"):
+        return 1
+    _hide("ACCELERATE_USE_PARALLELISM_CONFIG")
+    replicate = int(os.environ.get("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "1"))
+    shard = int(os.environ.get("PARALLELISM_CONFIG_DP_SHARD_SIZE", "1"))
+    if replicate * shard != num_processes:
+        raise UserError(
+            f"parallelism_config: dp_replicate_size {replicate} x dp_shard_size {shard} = {replicate * shard}, but there "
+            f"are {num_processes} processes; launch with --num_processes {replicate * shard} or change the sizes."
+        )
+    return replicate
 
 
 def _check_devices(on_cpu: bool) -> None:
@@ -212,6 +289,10 @@ def _check_precision(args: TrainArguments, mixed_precision: str, on_cpu: bool) -
             f"--param_dtype float64 contradicts mixed_precision {mixed_precision} of the YAML; "
             "add --mixed_precision no before the script's name."
         )
+    if args.param_dtype != "float32" and mixed_precision == "fp16":
+        raise UserError(f"--param_dtype {args.param_dtype} contradicts mixed_precision fp16, which needs float32 parameters.")
+    if mixed_precision == "fp8":
+        _check_fp8(on_cpu)
     if on_cpu or "bf16" not in (mixed_precision, args.param_dtype.replace("bfloat16", "bf16")):
         return
     # Natively: device, CUDA and NCCL, as the tutorial of PyTorch checks it.
@@ -227,11 +308,24 @@ def _check_precision(args: TrainArguments, mixed_precision: str, on_cpu: bool) -
         raise UserError(f"bf16 asked for, but NCCL {torch.cuda.nccl.version()} cannot sum it; 2.10 or newer can.")
 
 
-def _check_effective(accelerator: Accelerator, strategy: Strategy, num_processes: int, mixed_precision: str) -> None:
+def _check_fp8(on_cpu: bool) -> None:
+    have = "this run is on the CPU" if on_cpu else None
+    if not on_cpu and torch.cuda.get_device_capability() < (8, 9):
+        have = f"this is {torch.cuda.get_device_name()}"
+    if have:
+        raise UserError(
+            f"mixed_precision fp8 needs a GPU with fp8 matrix products (Hopper, Ada or newer), and {have}; "
+            "use a YAML with bf16."
+        )
+    if importlib.util.find_spec("torchao") is None:
+        raise UserError("mixed_precision fp8 needs the package torchao: pip install torchao, or use a YAML with bf16.")
+
+
+def _check_effective(accelerator: Accelerator, strategy: Strategy, num_processes: int) -> None:
     """Asked for == got, before a model is loaded or a folder is made."""
-    asked = {"processes": num_processes, "mixed_precision": mixed_precision, "fsdp": _flag("ACCELERATE_USE_FSDP")}
+    asked = {"processes": num_processes, "fsdp": _flag("ACCELERATE_USE_FSDP")}
     world = dist.get_world_size() if dist.is_initialized() else 1
-    got = {"processes": world, "mixed_precision": accelerator.mixed_precision, "fsdp": strategy.is_fsdp}
+    got = {"processes": world, "fsdp": strategy.is_fsdp}
     if asked != got or accelerator.num_processes != num_processes:
         raise UserError(
             f"the launcher asked for {asked}, but this environment gives {got} "
@@ -276,8 +370,15 @@ def _claim_output_dir(args: TrainArguments, accelerator: Accelerator) -> None:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"--output_dir {folder}: cannot be created: {error}") from error
-        (folder / "config.yaml").write_text(yaml.safe_dump(args.to_dict(), sort_keys=False), encoding="utf-8")
+        if not args.resume_from_checkpoint:  # else once the checkpoint is known to be this run's
+            write_config(args)
     accelerator.wait_for_everyone()
+
+
+def write_config(args: TrainArguments) -> None:
+    """Write config.yaml, everything that is in effect, into the output folder; the main process calls it."""
+    text = yaml.safe_dump(args.to_dict(), sort_keys=False)
+    (Path(str(args.output_dir)) / "config.yaml").write_text(text, encoding="utf-8")
 
 
 @contextmanager
@@ -310,10 +411,11 @@ def _launch_rows(args: TrainArguments, accelerator: Accelerator, strategy: Strat
     return {
         "preset": f"{args.preset} ({args.preset_reason})",
         "output": args.output_dir,
+        "accelerate": str(strategy.config_file) if strategy.config_file else None,
         "strategy": strategy.describe(),
         "processes": f"{accelerator.num_processes} on {device}",
         "precision": precision,
-        "compile": strategy.compile_backend or "",
+        "compile": f"each block, {strategy.compile_options['backend']}" if strategy.compile_options else None,
         "substituted": "; ".join(strategy.substitutions),
         "libraries": _versions(),
     }
@@ -341,7 +443,5 @@ def compute_dtype(args: TrainArguments, strategy: Strategy) -> torch.dtype:
 def reduce_dtype(args: TrainArguments, strategy: Strategy) -> torch.dtype:
     """Type in which FSDP sums gradients: float32 unless asked otherwise, because bf16 loses small gradients."""
     if args.reduce_dtype is not None:
-        if not strategy.is_fsdp:
-            raise UserError("--reduce_dtype acts under FSDP only; DDP sums gradients in the parameters' type.")
         return getattr(torch, args.reduce_dtype)
     return torch.float64 if args.param_dtype == "float64" else torch.float32

@@ -3,8 +3,9 @@
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -15,11 +16,15 @@ from torch.optim.lr_scheduler import LRScheduler
 from tqdm.auto import tqdm
 
 from common.arguments import BatchPlan, TrainArguments
+from common.checkpoint import Checkpoints
 from common.data import Batch, Collator, StepSampler, train_batches
-from common.launch import RunFailed
+from common.evaluation import polling
+from common.launch import RunFailed, Stopped
 from common.losses import IGNORE_INDEX, token_loss
 from common.metrics import Throughput, sequence_lengths, target_lengths
+from common.optim import LossScale
 from common.sharding import clip_grad_norm_, gradient_sync
+from common.stopping import StopRequest
 from common.tracking import RunLog, format_metrics
 
 LossFunction = Callable[[nn.Module, Batch], torch.Tensor]
@@ -36,6 +41,22 @@ class Progress:
     """Tokens seen, padding excluded: inputs and, for encoder-decoder models, targets; as of the last log line."""
     best_metric: float | None = None
     best_step: int | None = None
+    num_skipped_steps: int = 0
+    is_evaluation_due: bool = False
+    """The run was stopped before or in an evaluation at this step."""
+
+
+class HostValue:
+    """A 0-dim device tensor on its way to the host: reading it waits for the copy, not for what was queued after it."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._copy = tensor.detach().to("cpu", non_blocking=tensor.is_cuda)
+        self._event = torch.cuda.current_stream().record_event() if tensor.is_cuda else None
+
+    def get(self) -> float:
+        if self._event is not None:
+            self._event.synchronize()
+        return self._copy.item()
 
 
 @dataclass
@@ -48,6 +69,10 @@ class StepResult:
     """Norm before clipping, equal on all processes."""
     num_tokens: torch.Tensor
     """Tokens of the global batch, padding excluded."""
+    num_stop_votes: HostValue
+    """Processes that had been asked to stop when the step began."""
+    is_skipped: bool = False
+    """The parameters were left as they were, because the gradient was not finite."""
 
 
 def train_step(
@@ -58,30 +83,41 @@ def train_step(
     *,
     max_grad_norm: float,
     loss_fn: LossFunction = token_loss,
+    stop_vote: bool = False,
+    skip_non_finite: bool = False,
 ) -> StepResult:
     """Forward and backward over this process's micro-batches, clip, update.
 
     The loss is the sum of token losses over the number of target tokens of the whole global batch, so how the batch is
-    cut into processes and micro-batches does not change the gradient. Nothing here waits for the device.
+    cut into processes and micro-batches does not change the gradient. Nothing here waits for the device, except with
+    skip_non_finite and in fp16, which leave out the update when the gradient is not finite. stop_vote: this process has been asked
+    to stop; the votes travel with the counts.
     """
-    counts = torch.tensor([sum(_count(batch)[i] for batch in micro_batches) for i in range(2)], dtype=torch.int64)
+    sums = [sum(_count(batch)[i] for batch in micro_batches) for i in range(2)]
+    counts = torch.tensor([*sums, int(stop_vote)], dtype=torch.int64)
     counts = counts.to(accelerator.device, non_blocking=True)
     if accelerator.num_processes > 1:
         dist.all_reduce(counts)
-    num_targets, num_tokens = counts.unbind()
+    num_targets, num_tokens, num_stop_votes = counts.unbind()
+    votes_on_host = HostValue(num_stop_votes)  # before the step's own work is queued
     # FSDP and DDP average gradients over the processes; the factor turns the average back into the sum.
-    scale = accelerator.num_processes / num_targets.clamp(min=1)
+    loss_scale: LossScale | None = accelerator.scaler
+    scale = accelerator.num_processes * (loss_scale.scale if loss_scale else 1.0) / num_targets.clamp(min=1)
     loss_sum = torch.zeros((), device=accelerator.device)
     for index, batch in enumerate(micro_batches):
         batch = {key: value.to(accelerator.device, non_blocking=True) for key, value in batch.items()}
         with gradient_sync(model, is_last_micro_batch=index == len(micro_batches) - 1):
             loss = loss_fn(model, batch)
-            accelerator.backward(loss * scale)
+            (loss * scale).backward()
         loss_sum = loss_sum + loss.detach()
-    grad_norm = clip_grad_norm_(model, max_grad_norm)
-    optimizer.step()
+    grad_norm = clip_grad_norm_(model, max_grad_norm, loss_scale.scale if loss_scale else 1.0)
+    is_skipped = (skip_non_finite or loss_scale is not None) and not math.isfinite(grad_norm.item())
+    if loss_scale is not None:
+        loss_scale.update(not is_skipped)
+    if not is_skipped:
+        optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    return StepResult(loss_sum / num_targets.clamp(min=1), grad_norm, num_tokens)
+    return StepResult(loss_sum / num_targets.clamp(min=1), grad_norm, num_tokens, votes_on_host, is_skipped)
 
 
 def _count(batch: Batch) -> tuple[int, int]:
@@ -107,27 +143,42 @@ def train(
     collate_fn: Collator,
     log: RunLog,
     throughput: Throughput,
+    checkpoints: Checkpoints,
     *,
     num_steps: int,
     export: Callable[[Path], None],
     loss_fn: LossFunction = token_loss,
     evaluate: Evaluation | None = None,
 ) -> Progress:
-    """Train until `num_steps`, logging, evaluating and keeping the best model as the arguments say.
+    """Train until `num_steps`, logging, evaluating, saving and keeping the best model as the arguments say.
 
-    evaluate: collective, returns metrics by their names in metrics.jsonl. export: collective, writes the model to a folder.
+    evaluate: collective, returns metrics by their names in metrics.jsonl. export: collective, writes the model to a
+    folder. Goes on from the checkpoint that `checkpoints` has found. Raises `Stopped`, after saving, when a signal or
+    the time limit asked for it, and `RunFailed` when training cannot go on.
     """
-    progress = Progress()
     output = Path(str(args.output_dir))
-    window = _Window(accelerator)
-    previous: StepResult | None = None
-    epoch = _EpochLine(plan.total, sampler.num_examples)
+    if num_steps == 0:
+        _evaluate_only(accelerator, log, evaluate)
+        return Progress()
+    progress, window, epoch = Progress(), _Window(accelerator), _EpochLine(plan.total, sampler.num_examples)
+    saves = [step for step in range(1, num_steps + 1) if is_save_due(args, step, num_steps, plan.total, len(dataset))]
+    saved = checkpoints.start(model, optimizer, plan, dataset, sampler.lengths, len(saves))
+    if saved is not None:
+        progress = Progress(**saved["progress"])
+        window.restore(saved["window"])
+        epoch.loss_sum, epoch.num_steps = saved["epoch"]
+        if accelerator.scaler is not None and saved["loss_scale"] is not None:
+            accelerator.scaler = LossScale(**saved["loss_scale"])
+        scheduler.last_epoch = progress.step - 1  # the rate is a function of the step, which the next call sets
+        scheduler.step()
+    if args.resume_from_checkpoint:
+        log.file.truncate_after(progress.step if saved else -1)
     batches = train_batches(
         dataset,
         sampler,
         collate_fn,
         start_step=progress.step,
-        num_steps=num_steps - progress.step,
+        num_steps=max(0, num_steps - progress.step),
         process_index=accelerator.process_index,
         num_processes=accelerator.num_processes,
         per_device_batch_size=plan.per_device,
@@ -137,74 +188,153 @@ def train(
     bar = tqdm(
         total=num_steps, initial=progress.step, desc="Training", unit="step", disable=not accelerator.is_main_process
     )
+    unchecked: HostValue | None = None  # the last step's gradient norm
 
     def say(line: str) -> None:
         if accelerator.is_main_process:
             bar.write(line)
 
-    def evaluate_now() -> None:
+    def check_finite(value: float, step: int) -> None:
+        if not math.isfinite(value):
+            raise RunFailed(f"{_not_finite(value, step, sampler)} {checkpoints.last_complete().capitalize()}.")
+
+    def evaluate_or_stop(stop: StopRequest) -> None:
+        progress.is_evaluation_due = evaluate is not None
         if evaluate is None:
             return
+
+        def poll() -> None:
+            if checkpoints.any_process(stop.is_requested):
+                raise _Interrupted
+
         with throughput.paused():
-            metrics = evaluate()
+            try:
+                with polling(poll):
+                    metrics = evaluate()
+            except _Interrupted:
+                save_and_stop(stop)
             is_best = _is_better(args.metric_for_best_model, metrics, progress)
             log.log(progress.step, metrics)
             say(f"step {progress.step}: {format_metrics(metrics)}" + (" | new best" if is_best else ""))
-            if is_best and num_steps > 0:
+            if is_best:
                 export(output / "best")
             epoch.validation = (metrics.get("eval_loss"), is_best)
+        progress.is_evaluation_due = False
+        model.train()
 
-    if args.eval_on_start or num_steps == 0:
-        evaluate_now()
-    model.train()
-    while progress.step < num_steps:
-        waiting_since = time.perf_counter()
-        micro_batches = next(batches)
-        throughput.add_step(micro_batches, data_wait_seconds=time.perf_counter() - waiting_since)
-        seed_step(args.seed, progress.step, accelerator.process_index)
-        result = train_step(
-            accelerator, model, optimizer, micro_batches, max_grad_norm=args.max_grad_norm, loss_fn=loss_fn
-        )
-        learning_rate = scheduler.get_last_lr()[0]
-        scheduler.step()
-        progress.step += 1
-        window.add(result)
-        bar.update()
-        # One step late, so that the device is never waited for with nothing left to do.
-        if previous is not None:
-            _check_finite(previous, progress.step - 1, sampler)
-        previous = result
-        is_last = progress.step == num_steps
-        if progress.step % args.logging_steps == 0 or is_last:
-            loss, num_tokens = window.read()
-            progress.num_tokens += num_tokens
-            epoch.add(loss, window.num_steps)
-            metrics = {
-                "loss": loss,
-                "grad_norm": result.grad_norm.item(),
-                "learning_rate": learning_rate,
-                "num_tokens": progress.num_tokens,
-                **throughput.report(),
-            }
-            window = _Window(accelerator)
-            _check_finite(result, progress.step, sampler)
-            log.log(progress.step, metrics)
-            bar.set_postfix_str(f"loss {loss:.4f}", refresh=False)
-            if args.logging_steps > 1 or progress.step % 10 == 0 or is_last:
-                say(f"step {progress.step}: {format_metrics(metrics)}")
-        if is_due(args, progress.step, plan.total, sampler.num_examples) or (is_last and args.eval_strategy != "no"):
-            evaluate_now()
-            model.train()
-        if epoch.ends(progress.step) or is_last:
-            say(epoch.line(progress.step))
-    bar.close()
-    if num_steps > 0:
-        export(output / "model")
-        log.finish(output / "model" if args.wandb_log_model else None)
-    else:
+    def save(only_model: bool) -> None:
+        if unchecked is not None:
+            check_finite(unchecked.get(), progress.step)
+        state = {
+            "progress": asdict(progress),
+            "window": window.state(),
+            "epoch": [epoch.loss_sum, epoch.num_steps],
+            "loss_scale": asdict(accelerator.scaler) if accelerator.scaler else None,
+        }
+        with throughput.paused():
+            done = checkpoints.save(
+                progress.step, state, best_step=progress.best_step, tracker_run_id=log.run_id, only_model=only_model
+            )
+        say(f"step {progress.step}: {done}")
+
+    def save_and_stop(stop: StopRequest) -> NoReturn:
+        if checkpoints.last_saved_step != progress.step:
+            save(only_model=False)
+        checkpoints.finish()
+        bar.close()
         log.finish()
+        raise Stopped(
+            f"stopped by {stop.reason} at step {progress.step}: {checkpoints.last_complete()}; "
+            "go on with --resume_from_checkpoint latest"
+        )
+
+    with StopRequest(args.max_run_seconds) as stop:
+        if progress.is_evaluation_due or (args.eval_on_start and saved is None):
+            evaluate_or_stop(stop)
+        model.train()
+        while progress.step < num_steps:
+            waiting_since = time.perf_counter()
+            micro_batches = next(batches)
+            throughput.add_step(micro_batches, data_wait_seconds=time.perf_counter() - waiting_since)
+            seed_step(args.seed, progress.step, accelerator.process_index)
+            result = train_step(
+                accelerator,
+                model,
+                optimizer,
+                micro_batches,
+                max_grad_norm=args.max_grad_norm,
+                loss_fn=loss_fn,
+                stop_vote=stop.is_requested,
+                skip_non_finite=args.max_skipped_steps > 0,
+            )
+            learning_rate = scheduler.get_last_lr()[0]
+            scheduler.step()
+            progress.step += 1
+            window.add(result)
+            bar.update()
+            # One step late, so that the device is never waited for with nothing left to do.
+            if unchecked is not None:
+                check_finite(unchecked.get(), progress.step - 1)
+            unchecked = HostValue(result.grad_norm)
+            if result.is_skipped:
+                progress.num_skipped_steps += 1
+                # An fp16 overflow is no fault until the loss is scaled no more.
+                scale = accelerator.scaler.scale if accelerator.scaler else 0.0
+                if scale < 1.0 and progress.num_skipped_steps > args.max_skipped_steps:
+                    check_finite(unchecked.get(), progress.step)
+                say(f"skipped: {_not_finite(unchecked.get(), progress.step, sampler)}")
+                unchecked = None
+            is_last = progress.step == num_steps
+            if progress.step % args.logging_steps == 0 or is_last:
+                loss, num_tokens = window.read()
+                progress.num_tokens += num_tokens
+                metrics: dict[str, float] = {
+                    "loss": loss,
+                    "grad_norm": result.grad_norm.item(),
+                    "learning_rate": learning_rate,
+                    "num_tokens": progress.num_tokens,
+                    **throughput.report(),
+                }
+                if progress.num_skipped_steps:
+                    metrics["num_skipped_steps"] = progress.num_skipped_steps
+                if window.num_steps:
+                    epoch.add(loss, window.num_steps)
+                    check_finite(loss + metrics["grad_norm"], progress.step)
+                window = _Window(accelerator)
+                log.log(progress.step, metrics)
+                bar.set_postfix_str(f"loss {loss:.4f}", refresh=False)
+                if args.logging_steps > 1 or progress.step % 10 == 0 or is_last:
+                    say(f"step {progress.step}: {format_metrics(metrics)}")
+            is_stopping = result.num_stop_votes.get() > 0
+            if is_due(args, progress.step, plan.total, len(dataset)) or (is_last and args.eval_strategy != "no"):
+                if is_stopping:
+                    progress.is_evaluation_due = True
+                else:
+                    evaluate_or_stop(stop)
+            if epoch.ends(progress.step) or is_last:
+                say(epoch.line(progress.step))
+            if is_stopping:
+                save_and_stop(stop)
+            if is_save_due(args, progress.step, num_steps, plan.total, len(dataset)):
+                save(args.save_only_model)
+        bar.close()
+        export(output / "model")
+        checkpoints.finish()
+        log.finish(output / "model" if args.wandb_log_model else None)
     _say_where(accelerator, output, progress, args.metric_for_best_model)
     return progress
+
+
+class _Interrupted(Exception):
+    """Leaves an evaluation that is asked to stop."""
+
+
+def _evaluate_only(accelerator: Accelerator, log: RunLog, evaluate: Evaluation | None) -> None:
+    if evaluate is not None:
+        metrics = evaluate()
+        log.log(0, metrics)
+        accelerator.print(f"step 0: {format_metrics(metrics)}")
+    log.finish()
 
 
 def _say_where(accelerator: Accelerator, output: Path, progress: Progress, metric: str) -> None:
@@ -220,13 +350,26 @@ def _say_where(accelerator: Accelerator, output: Path, progress: Progress, metri
 
 def is_due(args: TrainArguments, step: int, total_batch_size: int, num_examples: int) -> bool:
     """Whether an evaluation follows optimizer step `step` (from 1)."""
-    if args.eval_strategy == "steps":
-        assert args.eval_steps is not None
-        return step % args.eval_steps == 0
-    if args.eval_strategy == "epoch":
-        # A multiple of 1/evals_per_epoch of an epoch was passed in this step; in whole numbers, so without rounding.
+    return _is_due(args.eval_strategy, args.eval_steps, args.evals_per_epoch, step, total_batch_size, num_examples)
+
+
+def is_save_due(args: TrainArguments, step: int, num_steps: int, total_batch_size: int, num_examples: int) -> bool:
+    """Whether a checkpoint follows optimizer step `step` (from 1); the last step's is always written."""
+    if step == num_steps:
+        return args.save_strategy != "no"
+    return _is_due(args.save_strategy, args.save_steps, 1, step, total_batch_size, num_examples)
+
+
+def _is_due(
+    strategy: str, every: int | None, times_per_epoch: int, step: int, total_batch_size: int, num_examples: int
+) -> bool:
+    if strategy == "steps":
+        assert every is not None
+        return step % every == 0
+    if strategy == "epoch":
+        # A multiple of 1/times_per_epoch of an epoch was passed in this step; in whole numbers, so without rounding.
         def passed(steps: int) -> int:
-            return steps * total_batch_size * args.evals_per_epoch // num_examples
+            return steps * total_batch_size * times_per_epoch // num_examples
 
         return passed(step) > passed(step - 1)
     return False
@@ -244,14 +387,12 @@ def _is_better(name: str, metrics: dict[str, float], progress: Progress) -> bool
     return is_better
 
 
-def _check_finite(result: StepResult, step: int, sampler: StepSampler) -> None:
-    norm = result.grad_norm.item()
-    if not math.isfinite(norm):
-        examples = ", ".join(map(str, sorted(sampler.indices(step - 1).tolist())[:16]))
-        raise RunFailed(
-            f"step {step}: the gradient norm is {norm}; its batch has training examples {examples}"
-            f"{', ...' if sampler.batch_size > 16 else ''}. Lower --learning_rate, raise --warmup_steps or look at the data."
-        )
+def _not_finite(value: float, step: int, sampler: StepSampler) -> str:
+    examples = ", ".join(map(str, sorted(sampler.indices(step - 1).tolist())[:16]))
+    return (
+        f"step {step}: the gradient norm or loss is {value}; its batch has training examples {examples}"
+        f"{', ...' if sampler.batch_size > 16 else ''}. Lower --learning_rate, raise --warmup_steps or mend the data."
+    )
 
 
 class _Window:
@@ -266,15 +407,37 @@ class _Window:
         self.num_tokens = torch.zeros((), device=accelerator.device, dtype=torch.int64)
 
     def add(self, result: StepResult) -> None:
-        self.num_steps += 1
-        self.loss += result.loss
         self.num_tokens += result.num_tokens
+        if not result.is_skipped:
+            self.num_steps += 1
+            self.loss += result.loss
 
     def read(self) -> tuple[float, int]:
-        """(mean loss per step, tokens); collective."""
+        """(mean loss per step, NaN without any; tokens); collective."""
         if self.accelerator.num_processes > 1:
             dist.all_reduce(self.loss)
-        return self.loss.item() / self.num_steps, int(self.num_tokens.item())
+        loss = self.loss.item() / self.num_steps if self.num_steps else math.nan
+        return loss, int(self.num_tokens.item())
+
+    def state(self) -> dict[str, Any]:
+        """For a checkpoint: each process's own sum, so that what is added later rounds as without it; collective."""
+        losses = [self.loss]
+        if self.accelerator.num_processes > 1:
+            losses = [torch.empty_like(self.loss) for _ in range(self.accelerator.num_processes)]
+            dist.all_gather(losses, self.loss)
+        return {
+            "num_steps": self.num_steps,
+            "losses": [loss.item() for loss in losses],
+            "num_tokens": int(self.num_tokens.item()),
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        losses = state["losses"]
+        if len(losses) != self.accelerator.num_processes:
+            losses = [sum(losses)] + [0.0] * (self.accelerator.num_processes - 1)
+        self.num_steps = state["num_steps"]
+        self.loss.fill_(losses[self.accelerator.process_index])
+        self.num_tokens.fill_(state["num_tokens"])
 
 
 def _has_float64(accelerator: Accelerator) -> bool:

@@ -2,15 +2,32 @@
 
 import json
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
+import transformers
 from accelerate import Accelerator, init_empty_weights
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
-from safetensors import safe_open
-from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, set_seed
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+)
+from safetensors import SafetensorError, safe_open
+from transformers import (
+    AutoConfig,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    set_seed,
+)
 from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
 from common.arguments import ModelArguments, TrainArguments, UserError
@@ -28,14 +45,27 @@ class WeightSource:
         index = folder / "model.safetensors.index.json"
         names = [folder / "model.safetensors"]
         if index.is_file():
-            names = [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
-        self._files = [safe_open(name, framework="pt") for name in names]  # type: ignore[no-untyped-call]
-        stored = {key: file for file in self._files for key in file.keys()}
+            try:
+                names = [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+            except (ValueError, KeyError) as error:
+                raise UserError(
+                    f"{index}: no readable index of weights: {_one_line(error)}; download it again."
+                ) from error
+        stored = {}
+        for name in names:
+            try:
+                file = safe_open(name, framework="pt")  # type: ignore[no-untyped-call]
+            except SafetensorError as error:
+                raise UserError(
+                    f"{name}: no readable weights: {_one_line(error)}; download the file again (is it cut short, or a "
+                    "pointer that Git LFS left in its place?)."
+                ) from error
+            stored |= dict.fromkeys(file.keys(), file)
         prefix = f"{model.base_model_prefix}."
         self._where: dict[str, tuple[Any, str]] = {}
         ties = model.all_tied_weights_keys or {}
         for name, parameter in model.named_parameters():
-            # A checkpoint of the headless base model lacks its prefix; tied parameters are stored under one of their names.
+            # A checkpoint of the headless base model lacks its prefix; of tied parameters one name is stored.
             aliases = [name, ties.get(name, name)] + [key for key, source in ties.items() if source == name]
             key = next((k for a in aliases for k in (a, a.removeprefix(prefix)) if k in stored), None)
             if key is None or tuple(stored[key].get_slice(key).get_shape()) != tuple(parameter.shape):
@@ -60,6 +90,8 @@ def fetch(name_or_path: str, what: str, patterns: list[str] | None = None) -> Pa
         raise UserError(f"{what} {name_or_path}: no such folder.")
     try:
         return Path(snapshot_download(name_or_path, allow_patterns=patterns))
+    except HFValidationError as error:
+        raise UserError(f"{what} {name_or_path!r}: neither a folder nor a name that the hub could have.") from error
     except GatedRepoError as error:
         raise UserError(
             f"{what} {name_or_path} is gated: accept its licence at https://huggingface.co/{name_or_path}, then "
@@ -83,13 +115,16 @@ def load_tokenizer(args: ModelArguments) -> PreTrainedTokenizerBase:
     Raises `UserError` when there is none to be had.
     """
     source = args.tokenizer_name_or_path or args.model_name_or_path
-    if source is None:
+    if not source:
         raise UserError("--tokenizer_name_or_path is needed with --model_config_path: a config has no tokenizer.")
     folder = fetch(source, "tokenizer", TOKENIZER_FILES)
     try:
         return AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError) as error:
-        raise UserError(f"tokenizer {source}: cannot be loaded: {_first_line(error)}") from error
+        raise UserError(
+            f"tokenizer {source}: cannot be loaded: {_one_line(error)} Give the folder or hub id of one with "
+            "--tokenizer_name_or_path."
+        ) from error
 
 
 def load_config(args: ModelArguments) -> Any:
@@ -98,7 +133,7 @@ def load_config(args: ModelArguments) -> Any:
     Raises `UserError` for a missing or unreadable config and for an override of a key that the config lacks.
     """
     source = args.model_config_path or args.model_name_or_path
-    if source is None:
+    if not source:
         raise UserError("give --model_name_or_path (pretrained) or --model_config_path (random weights).")
     folder = Path(source) if args.model_config_path else fetch(source, "model", ["*.json"])
     if args.model_config_path and not folder.exists():
@@ -106,18 +141,28 @@ def load_config(args: ModelArguments) -> Any:
     try:
         config = AutoConfig.from_pretrained(folder)
     except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"model config {source}: cannot be read: {_first_line(error)}") from error
-    if args.config_overrides:
-        for item in args.config_overrides.split(","):
-            key, equals, _ = item.partition("=")
-            if not equals or not hasattr(config, key.strip()):
-                raise UserError(
-                    f"--config_overrides {item!r}: expected key=value with a key of {type(config).__name__}."
-                )
-        try:
-            config.update_from_string(args.config_overrides.replace(" ", ""))
-        except ValueError as error:
-            raise UserError(f"--config_overrides {args.config_overrides!r}: {_first_line(error)}") from error
+        raise UserError(f"model config {source}: cannot be read: {_one_line(error)}") from error
+    return _override(config, folder, args.config_overrides) if args.config_overrides else config
+
+
+def _override(config: Any, folder: Path, text: str) -> Any:
+    keys = []
+    for item in text.split(","):
+        key, equals, value = (part.strip() for part in item.partition("="))
+        if not equals or not hasattr(config, key) or "=" in value:
+            raise UserError(f"--config_overrides {item!r}: expected key=value with a key of {type(config).__name__}.")
+        keys.append(type(config).attribute_map.get(key, key))
+    try:
+        config.update_from_string(text.replace(" ", ""))
+        asked = {key: getattr(config, key) for key in keys}
+        # Made anew, because a config derives values (such as head_dim) from others when it is made.
+        stored, _ = type(config).get_config_dict(folder)
+        config = type(config).from_dict(stored | asked)
+    except (ValueError, TypeError) as error:
+        raise UserError(f"--config_overrides {text!r}: {_one_line(error)}") from error
+    for key, value in asked.items():
+        if getattr(config, key) != value:
+            raise UserError(f"--config_overrides: {type(config).__name__} makes {key} {getattr(config, key)} itself.")
     return config
 
 
@@ -145,11 +190,13 @@ def load_model(
     """Model to give to `prepare_model`, with the source of its weights.
 
     Random weights are drawn on the device, equal on all processes (same seed), and the source is None. A checkpoint's
-    model is on the meta device; its weights are read into the shards later. At most one full copy per machine is in host
-    memory, and none where the files can be read by slices (safetensors under the model's own names).
+    model is on the meta device; its weights are read into the shards later. At most one full copy per machine is in
+    host memory, and none where the files can be read by slices (safetensors under the model's own names).
     Raises `UserError` when the checkpoint lacks weights.
     """
     kwargs: dict[str, Any] = {"attn_implementation": args.attn_implementation} if args.attn_implementation else {}
+    if args.attn_implementation == "flex_attention" and accelerator.device.type == "cpu":
+        raise UserError("--attn_implementation flex_attention: it cannot train on a CPU; drop the flag to rehearse.")
     set_seed(args.seed)
     try:
         if args.model_config_path:
@@ -160,13 +207,22 @@ def load_model(
             model = auto_class.from_config(config, dtype=torch.float32, **kwargs)
     except (ValueError, ImportError) as error:
         if args.attn_implementation:
-            raise UserError(f"--attn_implementation {args.attn_implementation}: {_first_line(error)}") from error
+            raise UserError(f"--attn_implementation {args.attn_implementation}: {_one_line(error)}") from error
+        raise
+    except Exception as error:  # whatever impossible sizes run into
+        if args.config_overrides:
+            raise UserError(
+                f"--config_overrides {args.config_overrides!r}: no model can be built with it "
+                f"({type(error).__name__}: {_one_line(error)})"
+            ) from error
         raise
     model.tie_weights()
     assert args.model_name_or_path is not None
     folder = fetch(args.model_name_or_path, "model", ["*.json", "*.safetensors"])
     if not list(folder.glob("*.safetensors")):
         folder = fetch(args.model_name_or_path, "model", ["*.json", "*.bin"])
+    if (folder / "generation_config.json").is_file():  # end tokens and sampling, which belong to the exported model too
+        model.generation_config = GenerationConfig.from_pretrained(folder)
     try:
         return model, WeightSource(folder, model)
     except (KeyError, OSError):
@@ -180,13 +236,24 @@ def _convert(
     converted = Path(str(args.output_dir)) / "converted_weights"
     if accelerator.is_local_main_process:
         try:
-            full, report = auto_class.from_pretrained(folder, config=config, dtype="auto", output_loading_info=True)
+            with _quiet_loading():
+                full, report = auto_class.from_pretrained(
+                    folder, config=config, dtype="auto", output_loading_info=True, ignore_mismatched_sizes=True
+                )
+        except UnpicklingError as error:
+            raise UserError(f"model {folder}: its .bin file is no PyTorch checkpoint; download it again.") from error
         except (OSError, ValueError, RuntimeError) as error:
-            raise UserError(f"model {folder}: its weights cannot be loaded: {_first_line(error)}") from error
+            raise UserError(f"model {folder}: its weights cannot be loaded: {_one_line(error)}") from error
+        if report["mismatched_keys"]:
+            name, stored, wanted = sorted(report["mismatched_keys"])[0]
+            raise UserError(
+                f"model {folder}: {len(report['mismatched_keys'])} weights have another shape than the config says, "
+                f"the first is {name}: {list(stored)} instead of {list(wanted)}."
+            )
         if report["missing_keys"]:
             missing = sorted(report["missing_keys"])
             raise UserError(f"model {folder}: the checkpoint lacks {len(missing)} weights, the first is {missing[0]}.")
-        full.save_pretrained(converted)
+        full.save_pretrained(converted, save_original_format=False)  # under the names that the model has in memory
         del full
     accelerator.wait_for_everyone()
     source = WeightSource(converted, model)
@@ -196,8 +263,18 @@ def _convert(
     return source
 
 
-def _first_line(error: BaseException) -> str:
-    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+@contextmanager
+def _quiet_loading() -> Iterator[None]:
+    """Without transformers' table of keys: what matters of it becomes an error here."""
+    verbosity = transformers.utils.logging.get_verbosity()
+    transformers.utils.logging.set_verbosity_error()
+    yield
+    transformers.utils.logging.set_verbosity(verbosity)
+
+
+def _one_line(error: BaseException) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 300 else text[:300] + "..."
 
 
 def describe_model(model: PreTrainedModel, args: ModelArguments) -> str:

@@ -1,6 +1,7 @@
 """Optimizer with decay groups, and learning-rate schedules as a function of the optimizer step."""
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -93,3 +94,25 @@ def build_scheduler(
 ) -> LambdaLR:
     """Scheduler whose k-th step() sets the rate of optimizer step k; it must not be prepared by accelerate."""
     return LambdaLR(optimizer, lambda step: learning_rate(args, step, num_steps, steps_per_epoch) / args.learning_rate)
+
+
+@dataclass
+class LossScale:
+    """Factor on the loss that keeps small fp16 gradients from vanishing; it halves on overflow and doubles after a while.
+
+    Not torch's GradScaler: it looks for overflow in this process's gradients alone, and under FSDP each process has
+    other pieces. The gradient norm is the same everywhere, and not finite when any piece is not.
+    """
+
+    scale: float = 2.0**16
+    num_good_steps: int = 0
+    growth_interval: int = 2000
+
+    def update(self, is_finite: bool) -> None:
+        """Take note of a step whose gradient norm was finite or not."""
+        if not is_finite:
+            self.scale, self.num_good_steps = self.scale / 2, 0
+            return
+        self.num_good_steps += 1
+        if self.num_good_steps == self.growth_interval:
+            self.scale, self.num_good_steps = self.scale * 2, 0

@@ -7,7 +7,10 @@ compiled) form, so the block keeps its class, its state-dict keys stay clean, an
 """
 
 import functools
-from collections.abc import Callable, Iterator
+import itertools
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -28,7 +31,7 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
-from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy
+from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy, size_based_auto_wrap_policy
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
@@ -57,38 +60,95 @@ def prepare_model(
     Returns the module to train; build the optimizer from it afterwards.
     Raises `UserError` when the YAML's wrap class is not in the model or a setting cannot act.
     """
-    if args.gradient_checkpointing and strategy.is_fsdp:
-        raise UserError(
-            "--gradient_checkpointing: under FSDP the YAML's fsdp_activation_checkpointing decides; drop the flag."
-        )
-    prepared = _prepare(model, weights, args, accelerator, strategy)
+    _check_refinements(args, strategy)
+    plugin = strategy.plugin
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    blocks = find_blocks(model, strategy)
+    recompute = plugin.activation_checkpointing if plugin else args.gradient_checkpointing
+    offload_activations = bool(plugin and plugin.activation_checkpointing_offload)
+    if strategy.mixed_precision == "fp8":
+        convert_to_fp8(model, blocks, strategy.fp8_options)
+    if args.param_dtype == "float64":
+        for module in (model, *blocks):  # blocks too: checkpointing runs them again outside the model's forward
+            module.forward = _StayInFloat64.within(module.forward)  # type: ignore[method-assign]
+    for block in blocks:
+        _replace_forward(block, bool(recompute), offload_activations, strategy.compile_options)
+    model.to(param_dtype(args))
+    names = {parameter: name for name, parameter in model.named_parameters()}  # tied parameters: their first name
+    fill = functools.partial(_fill_module, names=names, weights=weights, device=accelerator.device, filled={})
+    if weights and strategy.is_fsdp and not strategy.ram_efficient_loading:
+        for module in model.modules():
+            fill(module, device=torch.device("cpu"))
+        weights = None
+    prepared: nn.Module = model
+    if strategy.kind == "fsdp2":
+        _fully_shard(model, blocks, weights, args, accelerator, strategy)
+    elif strategy.kind == "fsdp1":
+        prepared = _wrap_fsdp1(model, blocks, fill if weights else None, args, accelerator, strategy)
+    else:
+        prepared = _replicate(model, fill if weights else None, args, accelerator, strategy)
+    wrong = {p.dtype for p in prepared.parameters() if p.requires_grad} - {param_dtype(args)}
+    assert not wrong, f"trainable parameters of {wrong} instead of {args.param_dtype}"
+    if strategy.kind != "fsdp1":  # whose parameters are pieces now
+        assert sum(parameter.numel() for parameter in prepared.parameters()) == num_parameters, "a tie was lost"
     if args.print_model:
         accelerator.print(prepared)
     return prepared
 
 
-def _prepare(
+def _check_refinements(args: TrainArguments, strategy: Strategy) -> None:
+    """Refuse flags that cannot act under the strategy."""
+    acts_under = {
+        "buffer_dtype": ("fsdp1",),
+        "limit_all_gathers": ("fsdp1",),
+        "prefetch_depth": ("fsdp2",),
+        "blocks_per_unit": ("fsdp2",),
+        "reduce_dtype": ("fsdp1", "fsdp2"),
+    }
+    for name, kinds in acts_under.items():
+        if getattr(args, name) is not None and strategy.kind not in kinds:
+            versions = " and ".join(kind.upper() for kind in kinds)
+            raise UserError(f"--{name} acts under {versions} only, and this run is {strategy.describe()}; drop the flag.")
+    if args.gradient_checkpointing and strategy.is_fsdp:
+        raise UserError(
+            "--gradient_checkpointing: under FSDP the YAML's fsdp_activation_checkpointing decides; drop the flag."
+        )
+    if args.prefetch_depth is not None and not (strategy.forward_prefetch or strategy.backward_prefetch):
+        raise UserError(
+            "--prefetch_depth needs fsdp_forward_prefetch: true or fsdp_backward_prefetch: BACKWARD_PRE in the YAML."
+        )
+
+
+def convert_to_fp8(model: nn.Module, blocks: list[nn.Module], options: Mapping[str, bool]) -> None:
+    """Make the linear layers of the blocks multiply in fp8 through torchao, scaled per tensor.
+
+    The head and the embeddings stay in bf16, and so do layers whose sizes fp8 matrix products do not take.
+    """
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    inside = {id(module) for block in blocks for module in block.modules()}
+
+    def is_converted(module: nn.Module, name: str) -> bool:
+        return (
+            isinstance(module, nn.Linear)
+            and id(module) in inside
+            and module.in_features % 16 == 0
+            and module.out_features % 16 == 0
+        )
+
+    config = Float8LinearConfig(**options)
+    convert_to_float8_training(model, config=config, module_filter_fn=is_converted)
+
+
+def _replicate(
     model: PreTrainedModel,
-    weights: WeightSource | None,
+    fill: Callable[[nn.Module], None] | None,
     args: TrainArguments,
     accelerator: Accelerator,
     strategy: Strategy,
 ) -> nn.Module:
-    blocks = find_blocks(model, strategy)
-    recompute = strategy.plugin.activation_checkpointing if strategy.plugin else args.gradient_checkpointing
-    if args.param_dtype == "float64":
-        for module in (model, *blocks):  # blocks too: checkpointing runs them again outside the model's forward
-            module.forward = _StayInFloat64.within(module.forward)  # type: ignore[method-assign]
-    for block in blocks:
-        _replace_forward(block, bool(recompute), strategy.compile_backend)
-    model.to(param_dtype(args))
-    names = {parameter: name for name, parameter in model.named_parameters()}  # tied parameters: their first name
-    fill = functools.partial(_fill_module, names=names, weights=weights, device=accelerator.device, filled={})
-    if strategy.kind == "fsdp2":
-        return _fully_shard(model, blocks, weights, args, accelerator, strategy)
-    if strategy.kind == "fsdp1":
-        return _wrap_fsdp1(model, blocks, fill if weights else None, args, accelerator, strategy)
-    if weights:
+    """The whole model on each device, inside DDP where there are several."""
+    if fill is not None:
         for module in model.modules():
             fill(module)
     model.to(accelerator.device)
@@ -96,23 +156,21 @@ def _prepare(
     if dtype != param_dtype(args):
         # No wrapper of accelerate: its conversion of all outputs to float32 would double the memory of the logits.
         model.forward = torch.autocast(accelerator.device.type, dtype)(model.forward)  # type: ignore[method-assign]
-    if strategy.kind == "ddp":
-        device_ids = [accelerator.device] if accelerator.device.type == "cuda" else None
-        return DistributedDataParallel(model, device_ids=device_ids, gradient_as_bucket_view=True)
-    return model
+    if strategy.kind == "single":
+        return model
+    device_ids = [accelerator.device] if accelerator.device.type == "cuda" else None
+    return DistributedDataParallel(model, device_ids=device_ids, gradient_as_bucket_view=True)
 
 
 def find_blocks(model: PreTrainedModel, strategy: Strategy) -> list[nn.Module]:
-    """Modules that are checkpointed, compiled and sharded as a unit: the YAML's classes, else the model's own blocks.
+    """Modules that are checkpointed and compiled, and sharded as a unit: the YAML's classes, else the model's own blocks.
 
     Raises `UserError` when a class is not in the model, naming the candidates.
     """
-    plugin = strategy.plugin
-    named = list(plugin.transformer_cls_names_to_wrap or ()) if plugin else []
-    wanted = [name.strip() for name in named if name.strip()] or sorted(model._no_split_modules or ())
+    wanted = list(strategy.wrap_classes) or sorted(model._no_split_modules or ())
     present = {type(module).__name__ for module in model.modules()}
     missing = [name for name in wanted if name not in present]
-    if named and missing:
+    if strategy.wrap_classes and missing:
         candidates = ", ".join(sorted(model._no_split_modules or ())) or ", ".join(sorted(present))
         raise UserError(
             f"fsdp_transformer_layer_cls_to_wrap: {type(model).__name__} has no module of class {', '.join(missing)}; "
@@ -126,15 +184,62 @@ def find_blocks(model: PreTrainedModel, strategy: Strategy) -> list[nn.Module]:
     return blocks
 
 
-def _replace_forward(block: nn.Module, recompute: bool, compile_backend: str | None) -> None:
+def find_units(model: PreTrainedModel, blocks: list[nn.Module], strategy: Strategy) -> list[nn.Module]:
+    """Modules that are gathered on their own besides the root, in the order in which they run.
+
+    The blocks (transformer-based wrapping), none (no wrapping), or by size, as torch's size_based_auto_wrap_policy does:
+    modules with at least fsdp_min_num_params parameters that are in no smaller unit.
+    """
+    assert strategy.plugin is not None
+    policy = strategy.plugin.auto_wrap_policy
+    if policy is None:
+        return []
+    if policy is not size_based_auto_wrap_policy:
+        return blocks
+    if model.config.is_encoder_decoder:
+        raise UserError(
+            "fsdp_auto_wrap_policy SIZE_BASED_WRAP: it would split an encoder-decoder model's shared embeddings from "
+            "their users; set TRANSFORMER_BASED_WRAP."
+        )
+    minimum = strategy.plugin.min_num_params
+    tied = _tied_parameters(model)
+    units: list[nn.Module] = []
+
+    def visit(module: nn.Module) -> int:
+        """Number of the module's parameters that are in units now."""
+        own = sum(p.numel() for p in module.parameters())
+        if own < minimum:
+            return 0
+        inside = sum(visit(child) for child in module.children())
+        is_container = isinstance(module, (nn.ModuleList, nn.ModuleDict))
+        has_tied = any(p in tied for p in module.parameters())  # a parameter can belong to one unit only: the root
+        if own - inside < minimum or is_container or has_tied or module is model:
+            return inside
+        units.append(module)
+        return own
+
+    visit(model)
+    return units
+
+
+def _tied_parameters(model: nn.Module) -> set[nn.Parameter]:
+    counts = Counter(parameter for _, parameter in model.named_parameters(remove_duplicate=False))
+    return {parameter for parameter, count in counts.items() if count > 1}
+
+
+def _replace_forward(
+    block: nn.Module, recompute: bool, offload_activations: bool, compile_options: Mapping[str, Any] | None
+) -> None:
     """Give the block a forward that is checkpointed, then compiled, in training; the plain one elsewhere."""
     plain = block.forward
     fast = plain
     if recompute:
         # The RNG state is kept: without it dropout draws other masks in the recomputation and gradients are wrong.
         fast = functools.partial(checkpoint, plain, use_reentrant=False, preserve_rng_state=True)
-    if compile_backend:
-        fast = torch.compile(fast, backend=compile_backend)
+    if compile_options:
+        fast = torch.compile(fast, **compile_options)
+    if offload_activations:
+        fast = _OffloadInputs(fast)
     if fast is plain:
         return
 
@@ -144,6 +249,17 @@ def _replace_forward(block: nn.Module, recompute: bool, compile_backend: str | N
         return (fast if block.training else plain)(*inputs, **kwargs)
 
     block.forward = forward  # type: ignore[method-assign]
+
+
+class _OffloadInputs:
+    """Keeps what the block saves for the backward pass, its checkpoint's inputs, in host memory until then."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available()):
+            return self._function(*args, **kwargs)
 
 
 class _StayInFloat64(TorchFunctionMode):
@@ -178,38 +294,48 @@ def _fully_shard(
     args: TrainArguments,
     accelerator: Accelerator,
     strategy: Strategy,
-) -> nn.Module:
+) -> None:
     plugin = strategy.plugin
     assert plugin is not None
     dtype = compute_dtype(args, strategy)
+    offload = isinstance(plugin.cpu_offload, CPUOffloadPolicy)  # accelerate has a policy object for both cases
     settings: dict[str, Any] = {
-        "mesh": shard_mesh(accelerator),
+        "mesh": shard_mesh(accelerator, strategy.replicas),
         "mp_policy": MixedPrecisionPolicy(
             param_dtype=dtype if dtype != param_dtype(args) else None, reduce_dtype=reduce_dtype(args, strategy)
         ),
-        "offload_policy": OffloadPolicy(),
+        "offload_policy": CPUOffloadPolicy(pin_memory=accelerator.device.type == "cuda") if offload else OffloadPolicy(),
     }
-    offload = isinstance(plugin.cpu_offload, CPUOffloadPolicy)  # accelerate has a policy object for both cases
-    if offload:
-        settings["offload_policy"] = CPUOffloadPolicy(pin_memory=accelerator.device.type == "cuda")
-    reshard = bool(plugin.reshard_after_forward)
+    reshard_after_forward = bool(plugin.reshard_after_forward)
     # Non-persistent buffers (rotary frequencies) have their values already and are in no checkpoint.
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()} if weights else {}
 
-    def shard(module: nn.Module, reshard_after_forward: bool) -> None:
-        fully_shard(module, reshard_after_forward=reshard_after_forward, **settings)
-        _RESHARD_AFTER_FORWARD[module] = reshard_after_forward
+    def shard(modules: list[nn.Module], reshard: bool) -> list[nn.Module]:
+        fully_shard(modules if len(modules) > 1 else modules[0], reshard_after_forward=reshard, **settings)
+        _RESHARD_AFTER_FORWARD.update(dict.fromkeys(modules, reshard))
+        return modules
 
-    for block in blocks:
-        shard(block, reshard)
+    modules = find_units(model, blocks, strategy)
+    size = args.blocks_per_unit or 1
+    if size > 1 and modules != blocks:
+        raise UserError("--blocks_per_unit groups blocks: it needs fsdp_auto_wrap_policy TRANSFORMER_BASED_WRAP.")
+    # A unit runs as one, so blocks of an encoder and of a decoder are never in the same.
+    stacks = [list(group) for _, group in itertools.groupby(modules, key=functools.partial(_parent, model))]
+    units = [
+        shard(stack[start : start + size], reshard_after_forward)
+        for stack in stacks
+        for start in range(0, len(stack), size)
+    ]
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    tied = len({id(p) for p in model.parameters()}) < len(list(model.named_parameters(remove_duplicate=False)))
-    if not tied and head is not None:
+    if modules and not _tied_parameters(model) and head is not None:
         # Large vocabularies: units of their own, so that the root does not hold both over the whole step. Tied tables
         # stay in the root, because a parameter can belong to one unit only.
-        shard(embedding, reshard)
-        shard(head, False)
-    shard(model, False)
+        if not isinstance(embedding, FSDPModule):
+            units.insert(0, shard([embedding], reshard_after_forward))
+        if not isinstance(head, FSDPModule):
+            units.append(shard([head], False))
+    shard([model], False)
+    _set_prefetch([unit[0] for unit in units], args.prefetch_depth or 1, strategy)
     if weights:
         model.to_empty(device="cpu" if offload else accelerator.device)
         model.tie_weights()  # to_empty gave every name of a tied parameter storage of its own
@@ -221,8 +347,26 @@ def _fully_shard(
                 assert isinstance(parameter, DTensor)
                 local = parameter.to_local()
                 start = _shard_start(parameter)
-                local.copy_(weights.read(name)[start : start + local.shape[0]] if local.numel() else local)
-    return model
+                if local.numel():
+                    local.copy_(weights.read(name)[start : start + local.shape[0]])
+
+
+def _parent(model: nn.Module, module: nn.Module) -> str:
+    name = next(name for name, other in model.named_modules() if other is module)
+    return name.rpartition(".")[0]
+
+
+def _set_prefetch(units: list[Any], depth: int, strategy: Strategy) -> None:
+    """Which units are gathered while one runs: FSDP2's own order without keys in the YAML, else explicitly `depth` ahead."""
+    if strategy.forward_prefetch:
+        for index, unit in enumerate(units):
+            unit.set_modules_to_forward_prefetch(units[index + 1 : index + 1 + depth])
+    if strategy.backward_prefetch == "BACKWARD_PRE":
+        for index, unit in enumerate(units):
+            unit.set_modules_to_backward_prefetch(units[max(0, index - depth) : index][::-1])
+    elif strategy.backward_prefetch == "NO_PREFETCH":
+        for unit in units:
+            unit.set_modules_to_backward_prefetch([unit])  # gathered already: in place of FSDP2's own choice, nothing
 
 
 def _shard_start(parameter: DTensor) -> int:
@@ -233,9 +377,17 @@ def _shard_start(parameter: DTensor) -> int:
     return compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)[1][0]
 
 
-def shard_mesh(accelerator: Accelerator) -> DeviceMesh:
-    """One-dimensional mesh over all processes."""
+def shard_mesh(accelerator: Accelerator, replicas: int) -> DeviceMesh:
+    """Mesh of all processes for FSDP2: one dimension, or two where there are replicas of the sharded model."""
+    if replicas > 1:
+        return hybrid_mesh(accelerator, replicas)
     return init_device_mesh(accelerator.device.type, (dist.get_world_size(),), mesh_dim_names=("dp_shard",))
+
+
+def hybrid_mesh(accelerator: Accelerator, replicas: int) -> DeviceMesh:
+    """Mesh of all processes, (replicas, shards); neighbouring ranks share a replica."""
+    shape = (replicas, dist.get_world_size() // replicas)
+    return init_device_mesh(accelerator.device.type, shape, mesh_dim_names=("dp_replicate", "dp_shard"))
 
 
 def _wrap_fsdp1(
@@ -252,16 +404,25 @@ def _wrap_fsdp1(
         raise UserError(
             "fsdp_use_orig_params: false is refused: weight decay, exact resume and export need parameters by name; set it to true."
         )
-    units = set(blocks)
+    units = set(find_units(model, blocks, strategy))
     dtype = compute_dtype(args, strategy)
+    is_hybrid = plugin.sharding_strategy in (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
+    per_machine = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return FSDP1(
         model,
+        # Shards within a machine and copies over machines, said as a mesh: FSDP1's own choice counts the GPUs.
+        device_mesh=hybrid_mesh(accelerator, dist.get_world_size() // per_machine) if is_hybrid else None,
         sharding_strategy=plugin.sharding_strategy,
         cpu_offload=plugin.cpu_offload,
         auto_wrap_policy=functools.partial(lambda_auto_wrap_policy, lambda_fn=lambda module: module in units),
-        mixed_precision=MixedPrecision(param_dtype=dtype, reduce_dtype=reduce_dtype(args, strategy), buffer_dtype=None),
+        mixed_precision=MixedPrecision(
+            param_dtype=dtype,
+            reduce_dtype=reduce_dtype(args, strategy),
+            buffer_dtype=getattr(torch, args.buffer_dtype) if args.buffer_dtype else None,
+        ),
         backward_prefetch=plugin.backward_prefetch,
         forward_prefetch=bool(plugin.forward_prefetch),
+        limit_all_gathers=args.limit_all_gathers is not False,
         use_orig_params=True,
         param_init_fn=fill,
         device_id=accelerator.device if accelerator.device.type == "cuda" else torch.device("cpu"),
@@ -311,12 +472,18 @@ def gradient_sync(model: nn.Module, is_last_micro_batch: bool) -> AbstractContex
     return nullcontext()
 
 
-def clip_grad_norm_(model: nn.Module, max_norm: float) -> torch.Tensor:
+def clip_grad_norm_(model: nn.Module, max_norm: float, loss_scale: float = 1.0) -> torch.Tensor:
     """Scale gradients so that the norm over all parameters and processes is at most max_norm; 0 only measures it.
+
+    loss_scale: factor on the loss (fp16) that is taken out of the gradients first.
 
     Returns the norm before clipping, 0-dim, on the device, equal on all processes and under every strategy.
     """
     parameters = [p for p in model.parameters() if p.grad is not None]
+    if loss_scale != 1.0:
+        for parameter in parameters:
+            assert parameter.grad is not None
+            parameter.grad.mul_(1.0 / loss_scale)
     if isinstance(model, FSDP1):
         norm = _fsdp1_grad_norm(model, parameters)
     else:
@@ -417,12 +584,16 @@ def is_sharded(model: nn.Module) -> bool:
 
 def describe_units(model: nn.Module) -> str:
     """Number and kind of the sharded units, as they really are."""
-    kind = FSDP1 if isinstance(model, FSDP1) else FSDPModule if isinstance(model, FSDPModule) else None
-    if kind is None:
+    if isinstance(model, FSDP1):
+        names = [type(unit.module).__name__ for unit in FSDP1.fsdp_modules(model)]
+    elif isinstance(model, FSDPModule):
+        # Modules that were sharded together share one state: they are one unit.
+        members: dict[int, list[str]] = {}
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                state = id(module._get_fsdp_state())
+                members.setdefault(state, []).append(type(module).__name__.removeprefix("FSDP"))
+        names = [" + ".join(unit) for unit in members.values()]
+    else:
         return "none"
-    units = [m for m in model.modules() if isinstance(m, kind)]
-    counts: dict[str, int] = {}
-    for unit in units:
-        name = type(unit.module).__name__ if isinstance(unit, FSDP1) else type(unit).__name__.removeprefix("FSDP")
-        counts[name] = counts.get(name, 0) + 1
-    return f"{len(units)} FSDP units: " + ", ".join(f"{n} x {name}" for name, n in counts.items())
+    return f"{len(names)} FSDP units: " + ", ".join(f"{n} x {name}" for name, n in Counter(names).items())

@@ -110,6 +110,7 @@ class Trackers:
         project: str,
         run_name: str,
         entity: str | None = None,
+        run_id: str | None = None,
         config: Mapping[str, Any],
     ) -> None:
         self._print = accelerator.print
@@ -120,7 +121,9 @@ class Trackers:
 
         def start(name: str) -> None:
             if name == "wandb":
-                tracker: GeneralTracker = _wandb_tracker(accelerator, Path(output_dir), project, run_name, entity)
+                tracker: GeneralTracker = _wandb_tracker(
+                    accelerator, Path(output_dir), project, run_name, entity, run_id
+                )
             else:
                 tracker = TensorBoardTracker("tensorboard", output_dir)
             tracker.start()
@@ -135,6 +138,11 @@ class Trackers:
         """Send the metrics of a step."""
         for tracker in list(self._trackers):
             self._guard(tracker.name, tracker.log, dict(metrics), step=step)
+
+    @property
+    def run_id(self) -> str | None:
+        """Identity of the wandb run, to go on with it after a resume; None without wandb and on other processes."""
+        return next((tracker.tracker.id for tracker in self._trackers if tracker.name == "wandb"), None)
 
     def upload_model(self, folder: Path) -> None:
         """Send an exported model to wandb as an artifact."""
@@ -160,7 +168,7 @@ class Trackers:
 class RunLog:
     """Where a run's metrics go: metrics.jsonl, and the trackers of --report_to."""
 
-    def __init__(self, args: TrainArguments, accelerator: Accelerator, project: str) -> None:
+    def __init__(self, args: TrainArguments, accelerator: Accelerator, project: str, run_id: str | None = None) -> None:
         report_to = check_report_to(args.report_to)
         if args.wandb_log_model and "wandb" not in report_to:
             raise UserError("--wandb_log_model uploads to wandb: add --report_to wandb, or drop the flag.")
@@ -173,8 +181,14 @@ class RunLog:
             project=args.wandb_project or project,
             run_name=args.run_name or output_dir.name,
             entity=args.wandb_entity,
+            run_id=run_id,
             config=args.to_dict(),
         )
+
+    @property
+    def run_id(self) -> str | None:
+        """Identity of the wandb run on the main process, if there is one."""
+        return self.trackers.run_id
 
     def log(self, step: int, metrics: Metrics) -> None:
         """Write the metrics of a step; the main process acts, all may call it."""
@@ -189,7 +203,7 @@ class RunLog:
 
 
 def _wandb_tracker(
-    accelerator: Accelerator, output_dir: Path, project: str, run_name: str, entity: str | None
+    accelerator: Accelerator, output_dir: Path, project: str, run_name: str, entity: str | None, run_id: str | None
 ) -> WandBTracker:
     import wandb
 
@@ -200,7 +214,10 @@ def _wandb_tracker(
             "or log in first (`wandb login`, or WANDB_API_KEY)."
         )
     settings = wandb.Settings(init_timeout=WANDB_TIMEOUT_SECONDS)
-    return WandBTracker(project, name=run_name, entity=entity, dir=str(output_dir), mode=mode, settings=settings)
+    resume: dict[str, Any] = {"id": run_id, "resume": "allow"} if run_id else {}
+    return WandBTracker(
+        project, name=run_name, entity=entity, dir=str(output_dir), mode=mode, settings=settings, **resume
+    )
 
 
 def wandb_mode() -> str:

@@ -24,6 +24,7 @@ from transformers import AutoModelForSeq2SeqLM, PreTrainedTokenizerBase
 
 from common import data
 from common.arguments import TrainArguments, UserError, arg, num_training_steps, parse_args, plan_batch
+from common.checkpoint import Checkpoints
 from common.evaluation import evaluation_batches, generate_texts, loss_and_accuracy, sum_over_dataset, token_statistics
 from common.export import export_model
 from common.launch import banner, build_accelerator, compute_dtype, run
@@ -204,7 +205,8 @@ def main() -> None:
     check_kind(config, AutoModelForSeq2SeqLM)
     tokenizer = load_tokenizer(args)
     check_vocabulary(config, tokenizer)
-    log = RunLog(args, accelerator, project="t5-summarize")
+    checkpoints = Checkpoints(args, accelerator, strategy, tokenizer)
+    log = RunLog(args, accelerator, project="t5-summarize", run_id=checkpoints.tracker_run_id)
 
     train_rows, eval_rows, left_out = load_articles(args)
     train_data, eval_data = (tokenize_articles(args, tokenizer, rows) for rows in (train_rows, eval_rows))
@@ -228,7 +230,7 @@ def main() -> None:
     data.show_samples(accelerator, args.show_samples, train_data, tokenizer)
     train(
         args, plan, accelerator, model, optimizer, scheduler, train_data, sampler, collate, log,
-        Throughput(accelerator.device, flops, peak_flops),
+        Throughput(accelerator.device, flops, peak_flops), checkpoints,
         num_steps=num_steps,
         evaluate=lambda: evaluate(args, accelerator, model, tokenizer, eval_rows, eval_batches, rouge_batches),
         export=lambda folder: export_model(model, tokenizer, folder, accelerator),

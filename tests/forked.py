@@ -282,6 +282,8 @@ def _launcher_environments(launch: list[str]) -> tuple[list[str], list[dict[str,
 
     args, _, _ = _validate_launch_command(launch_command_parser().parse_args(["--main_process_port", "0", *launch]))
     argv = [args.training_script, *args.training_script_args]
+    # Where recipes look for the YAML when no launcher is among their parents.
+    os.environ["ACCELERATE_CONFIG_FILE"] = str(Path(args.config_file).resolve())
     if not (args.use_fsdp or args.multi_gpu):
         return argv, [prepare_simple_launcher_cmd_env(args)[1]]
     shared = prepare_multi_gpu_env(args) | {

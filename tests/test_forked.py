@@ -67,6 +67,7 @@ def starts(folder: Path) -> dict[str, dict[str, Any]]:
     assert len({rank["env"].pop("MASTER_PORT", None) for rank in ranks.values()}) == 1, "all ranks meet at one port"
     for rank in ranks.values():
         rank["env"].pop("TORCHELASTIC_ERROR_FILE", None)
+        rank["env"].pop("ACCELERATE_CONFIG_FILE", None)  # in the place of the launcher's command line
     return ranks
 
 

@@ -26,7 +26,7 @@ from common.arguments import OptimizerArguments, TrainArguments, UserError
 from common.launch import Strategy, build_accelerator, run
 from common.losses import token_loss
 from common.optim import build_optimizer, build_scheduler, learning_rate
-from common.sharding import base_model, clean_name, prepare_model
+from common.sharding import base_model, prepare_model
 from tests.forked import ForkedParent
 
 KINDS = ("t5", "llama", "gpt2")
@@ -87,6 +87,10 @@ NOT_DECAYED = {
         *(f"transformer.h.{i}.mlp.c_{x}.bias" for i in range(2) for x in ("fc", "proj")),
     },
 }
+
+
+def clean_name(name: str) -> str:
+    return name.replace("_fsdp_wrapped_module.", "").removeprefix("module.")
 
 
 def decay_by_name(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, float]:

@@ -1,0 +1,199 @@
+"""Train a GPT from random weights on one text, Shakespeare for instance, and let it go on from a prompt.
+
+    accelerate launch --config_file accelerate_configs/single_device.yaml recipes/gpt_shakespeare.py \
+        --config recipes/configs/gpt_shakespeare_char_gpu.yaml --text_file data/shakespeare.txt --prompt "ROMEO:"
+
+The YAML says how the run is spread over devices, the preset what is trained; without --config it is _124m where there
+are GPUs and _demo where there are none. _char_cpu and _char_gpu are nanoGPT's two settings for Shakespeare by
+characters. The text is any UTF-8 file (Shakespeare: input.txt of https://github.com/karpathy/char-rnn, folder
+data/tinyshakespeare); without --text_file it is the articles that ship with the repository. `--max_steps 0` trains
+nothing; with --model_name_or_path, the model folder of an earlier run, that model is evaluated and answers.
+"""
+
+import csv
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+from accelerate import Accelerator
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from common import data
+from common.arguments import TrainArguments, UserError, arg, num_training_steps, parse_args, plan_batch
+from common.checkpoint import Checkpoints
+from common.evaluation import continue_text, evaluation_batches, loss_and_accuracy, sum_over_dataset, token_statistics
+from common.export import export_model
+from common.launch import banner, build_accelerator, compute_dtype, run
+from common.loop import train
+from common.metrics import ModelFlops, Throughput, peak_flops_per_second
+from common.models import check_kind, check_vocabulary, describe_model, load_config, load_model, load_tokenizer
+from common.optim import build_optimizer, build_scheduler
+from common.sharding import describe_units, prepare_model
+from common.tracking import RunLog
+
+SAMPLE_FILE = Path(__file__).resolve().parent / "samples" / "wikihow_articles.csv"
+
+
+@dataclass
+class GPTArguments(TrainArguments):
+    presets: ClassVar[tuple[str, str]] = ("gpt_shakespeare_demo", "gpt_shakespeare_124m")
+
+    text_file: str | None = arg(None, "UTF-8 text to learn (default: the embedded articles).")
+    validation_size: float = arg(0.1, "End of the text that is set aside, in characters; below 1: a fraction.")
+    character_level: bool = arg(
+        False, "Random weights: a token for each character of the text, instead of a tokenizer."
+    )
+    max_seq_length: int = arg(256, "Tokens of a training example.")
+    prompt: str | None = arg(None, "Text to go on from after training (with --max_steps 0: at once).")
+    max_new_tokens: int = arg(200, "Tokens that follow the prompt.")
+    temperature: float = arg(0.8, "Of sampling after the prompt; 0: always the likeliest token.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("max_seq_length", "max_new_tokens"):
+            if getattr(self, name) < 1:
+                raise UserError(f"--{name} is {getattr(self, name)}; it must be at least 1.")
+        if self.validation_size <= 0:
+            raise UserError(f"--validation_size is {self.validation_size}; it must be greater than 0.")
+        if self.temperature < 0:
+            raise UserError(f"--temperature is {self.temperature}; it must not be negative.")
+        if self.character_level and self.tokenizer_name_or_path:
+            raise UserError("--character_level makes its own tokenizer: drop it or --tokenizer_name_or_path.")
+
+
+def read_text(args: GPTArguments) -> tuple[str, str]:
+    """(training text, validation text), cut at a character as nanoGPT does; the embedded articles are joined."""
+    if args.text_file is None:
+        with SAMPLE_FILE.open(encoding="utf-8", newline="") as file:
+            articles = [row["text"].strip() for row in csv.DictReader(file)]
+        text = "\n\n".join(filter(None, articles))
+    else:
+        try:
+            text = Path(args.text_file).read_text(encoding="utf-8-sig")
+        except OSError as error:
+            raise UserError(
+                f"--text_file {args.text_file}: cannot be read ({error.strerror}); give a text file."
+            ) from error
+        except UnicodeDecodeError as error:
+            raise UserError(f"--text_file {args.text_file}: not UTF-8 text ({error}).") from error
+    size = args.validation_size
+    num_train = int(len(text) * (1 - size)) if size < 1 else len(text) - int(size)
+    return text[: max(0, num_train)], text[max(0, num_train) :]
+
+
+def character_tokenizer(text: str) -> PreTrainedTokenizerBase:
+    """Tokenizer whose tokens are the text's characters in sorted order, without special tokens."""
+    backend = Tokenizer(models.WordLevel({character: index for index, character in enumerate(sorted(set(text)))}))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    backend.decoder = decoders.Fuse()  # without it, decoding puts a space between tokens
+    return PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False)
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, text: str, source: str) -> np.ndarray:
+    """Token ids of the text, without special tokens; `source` is named in errors."""
+    try:
+        ids = tokenizer(text, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
+    except Exception as error:  # what `tokenizers` raises for a character that it has neither a token nor <unk> for
+        unknown = "".join(sorted(set(text) - set(tokenizer.get_vocab())))
+        raise UserError(
+            f"{source}: the tokenizer has no token for {unknown[:20]!r}; it knows its training text's characters."
+        ) from error
+    return np.array(ids, dtype=np.int32)
+
+
+def load_blocks(
+    args: GPTArguments, tokenizer: PreTrainedTokenizerBase, train_text: str, eval_text: str
+) -> tuple[data.TokenWindows, data.TokenWindows]:
+    """Training windows at every offset, as nanoGPT draws them, and the validation text cut into blocks."""
+    source, block_size = f"--text_file {args.text_file or SAMPLE_FILE}", args.max_seq_length
+    train_tokens, eval_tokens = (encode(tokenizer, text, source) for text in (train_text, eval_text))
+    if len(train_tokens) <= block_size or len(eval_tokens) < 2:
+        raise UserError(
+            f"{source}: {len(train_tokens)} training and {len(eval_tokens)} validation tokens are too few: more than "
+            f"--max_seq_length {block_size} and at least 2 are needed; give a longer text or another --validation_size."
+        )
+    train_data = data.TokenWindows(train_tokens, block_size, range(len(train_tokens) - block_size))
+    eval_data = data.TokenWindows(eval_tokens, block_size, range(0, len(eval_tokens) - 1, block_size))
+    return data.head(train_data, args.max_train_samples), data.head(eval_data, args.max_eval_samples)
+
+
+def fit_config(args: GPTArguments, config: Any, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Make the config of a model from random weights follow the tokenizer; check that model and data fit together."""
+    if args.model_config_path:
+        if args.character_level:
+            config.vocab_size = len(tokenizer)
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            setattr(config, name, getattr(tokenizer, name))
+    check_vocabulary(config, tokenizer)
+    if args.max_seq_length > config.max_position_embeddings:
+        raise UserError(
+            f"--max_seq_length {args.max_seq_length}: the model has {config.max_position_embeddings} positions; "
+            "lower it, or raise the config's number."
+        )
+
+
+def evaluate(
+    accelerator: Accelerator, model: nn.Module, batches: data.EvalBatches, bytes_per_token: float
+) -> dict[str, float]:
+    """Loss over the whole validation text, per token and per byte, and token accuracy."""
+    metrics = loss_and_accuracy(sum_over_dataset(accelerator, model, batches, token_statistics))
+    loss = metrics["eval_loss"]
+    return metrics | {"eval_perplexity": math.exp(loss), "eval_bits_per_byte": loss / math.log(2) / bytes_per_token}
+
+
+def main() -> None:
+    args = parse_args(GPTArguments)
+    accelerator, strategy = build_accelerator(args)
+    plan = plan_batch(args, accelerator.num_processes)
+    config = load_config(args)
+    check_kind(config, AutoModelForCausalLM)
+    train_text, eval_text = read_text(args)
+    is_new_tokenizer = args.character_level and not args.model_name_or_path
+    tokenizer = character_tokenizer(train_text + eval_text) if is_new_tokenizer else load_tokenizer(args)
+    fit_config(args, config, tokenizer)
+    if args.prompt:
+        encode(tokenizer, args.prompt, "--prompt")  # what cannot be answered is known before training
+    checkpoints = Checkpoints(args, accelerator, strategy, tokenizer)
+    log = RunLog(args, accelerator, project="gpt-shakespeare", run_id=checkpoints.tracker_run_id)
+
+    train_data, eval_data = load_blocks(args, tokenizer, train_text, eval_text)
+    bytes_per_token = len(eval_text.encode()) / len(eval_data.tokens)
+    sampler = data.StepSampler(len(train_data), plan.total, args.seed)
+    eval_batches = evaluation_batches(args, accelerator, eval_data, data.collate_windows)
+    assert eval_batches is not None, "load_blocks gives at least one block"
+    num_steps = num_training_steps(args, len(train_data), plan.total)
+
+    model, weights = load_model(args, config, AutoModelForCausalLM, accelerator)
+    description, flops = describe_model(model, args), ModelFlops.of_model(model)
+    model = prepare_model(model, weights, args, accelerator, strategy)
+    optimizer = build_optimizer(model, args)
+    scheduler = build_scheduler(optimizer, args, num_steps, steps_per_epoch=len(train_data) / plan.total)
+    peak_flops = peak_flops_per_second(accelerator.device, compute_dtype(args, strategy))
+
+    sizes = f"{len(train_data.tokens):,} training and {len(eval_data.tokens):,} validation tokens"
+    banner(
+        args, accelerator, strategy, model=description, sharding=describe_units(model),
+        batch=f"{plan}, {num_steps} steps", data=f"{sizes}, vocabulary of {len(tokenizer):,}",
+    )  # fmt: skip
+    data.show_samples(accelerator, args.show_samples, train_data, tokenizer)
+    train(
+        args, plan, accelerator, model, optimizer, scheduler, train_data, sampler, data.collate_windows, log,
+        Throughput(accelerator.device, flops, peak_flops), checkpoints,
+        num_steps=num_steps,
+        evaluate=lambda: evaluate(accelerator, model, eval_batches, bytes_per_token),
+        export=lambda folder: export_model(model, tokenizer, folder, accelerator),
+    )  # fmt: skip
+    if args.prompt:
+        text = continue_text(
+            accelerator, model, tokenizer, args.prompt, max_new_tokens=args.max_new_tokens,
+            context_length=config.max_position_embeddings, temperature=args.temperature, seed=args.seed,
+        )  # fmt: skip
+        accelerator.print(f"-- answer\n{text}")
+
+
+if __name__ == "__main__":
+    run(main)

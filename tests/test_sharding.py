@@ -1,0 +1,407 @@
+"""What checkpointing, compiling and sharding must leave alone: gradients, types, names and that every weight moves."""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from common.arguments import OptimizerArguments, TrainArguments, UserError
+from common.launch import Strategy, build_accelerator, run
+from common.loop import seed_step
+from common.losses import token_loss
+from common.models import load_config, load_model
+from common.optim import build_optimizer
+from common.sharding import (
+    clip_grad_norm_,
+    describe_units,
+    find_blocks,
+    gradient_sync,
+    prepare_model,
+)
+from tests.forked import CONFIGS, ForkedParent, Result
+
+SINGLE = Strategy("single", "no")
+KINDS = ("t5", "llama")
+VOCABULARY = 19
+
+
+def make_model(kind: str, dropout: float, num_layers: int = 2) -> PreTrainedModel:
+    torch.manual_seed(0)
+    if kind == "t5":
+        sizes = {"d_model": 8, "d_kv": 4, "d_ff": 20, "num_layers": num_layers, "num_heads": 2}
+        return T5ForConditionalGeneration(
+            T5Config(vocab_size=VOCABULARY, dropout_rate=dropout, decoder_start_token_id=0, **sizes)
+        )
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=VOCABULARY, hidden_size=8, intermediate_size=20, num_hidden_layers=num_layers,
+            num_attention_heads=2, num_key_value_heads=1, attention_dropout=dropout,
+        )
+    )  # fmt: skip
+
+
+def batch(kind: str, rank: int = 0) -> dict[str, torch.Tensor]:
+    tokens = (torch.arange(10).view(2, 5) + 3 * rank) % (VOCABULARY - 3) + 3
+    tokens[1, 3:] = 0
+    inputs = {"input_ids": tokens, "attention_mask": (tokens != 0).long()}
+    inputs["labels"] = tokens.masked_fill(tokens == 0, -100)
+    if kind == "t5":
+        inputs["decoder_input_ids"] = torch.cat([torch.zeros(2, 1, dtype=torch.long), tokens[:, :-1]], dim=1)
+    return inputs
+
+
+# One process.
+
+
+def gradients(model: nn.Module, kind: str) -> dict[str, torch.Tensor]:
+    model.train()
+    model.zero_grad()
+    torch.manual_seed(3)
+    token_loss(model, batch(kind)).backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def prepare(model: PreTrainedModel, **settings: Any) -> nn.Module:
+    return prepare_model(model, None, TrainArguments(**settings), Accelerator(cpu=True), SINGLE)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_checkpointing_draws_the_same_dropout_masks(kind: str) -> None:
+    plain = gradients(prepare(make_model(kind, 0.1)), kind)
+    again = gradients(prepare(make_model(kind, 0.1), gradient_checkpointing=True), kind)
+    assert plain.keys() == again.keys() == dict(make_model(kind, 0.1).named_parameters()).keys()
+    assert all(torch.equal(plain[name], again[name]) for name in plain)
+    without = gradients(prepare(make_model(kind, 0.0)), kind)
+    assert any(not torch.equal(plain[name], without[name]) for name in plain), "dropout is on"
+
+
+def test_checkpointing_runs_the_blocks_again() -> None:
+    def runs(**settings: Any) -> int:
+        model = prepare(make_model("llama", 0.0), **settings)
+        seen: list[torch.Tensor] = []
+        model.model.layers[1].self_attn.register_forward_hook(lambda module, inputs, output: seen.append(output[0]))
+        token_loss(model, batch("llama")).backward()
+        return len(seen)
+
+    assert (runs(), runs(gradient_checkpointing=True)) == (1, 2)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_names_stay_clean(kind: str) -> None:
+    model = prepare(make_model(kind, 0.0), gradient_checkpointing=True)
+    assert model.state_dict().keys() == make_model(kind, 0.0).state_dict().keys()
+    assert {type(module) for module in model.modules()} == {type(module) for module in make_model(kind, 0.0).modules()}
+
+
+@pytest.mark.parametrize("max_norm", [0.0, 0.5, 1e6])
+def test_clipping_as_torch_does_it(max_norm: float) -> None:
+    ours, theirs = (make_model("t5", 0.0) for _ in range(2))
+    for model in (ours, theirs):
+        gradients(model, "t5")
+    norm = clip_grad_norm_(ours, max_norm)
+    expected = torch.nn.utils.clip_grad_norm_(theirs.parameters(), max_norm or float("inf"))
+    assert norm.shape == () and norm.item() == pytest.approx(expected.item(), rel=1e-6)
+    assert norm > 0.5
+    for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-6, atol=0)
+
+
+def test_the_norm_of_float64_gradients_is_float64() -> None:
+    model = prepare(make_model("llama", 0.0), param_dtype="float64")
+    squares = sum(grad.square().sum() for grad in gradients(model, "llama").values())
+    norm = clip_grad_norm_(model, 0)
+    assert norm.dtype == torch.float64 and norm.item() == pytest.approx(float(squares) ** 0.5, rel=1e-14)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_float64_stays_float64_inside(kind: str) -> None:
+    """transformers' norms and softmax go through float32; that error of 1e-7 would hide differences of strategies."""
+    model = prepare(make_model(kind, 0.0), param_dtype="float64")
+    exact = gradients(model, kind)
+    name = max(exact, key=lambda name: exact[name].abs().max().item())
+    parameter = dict(model.named_parameters())[name]
+    index = divmod(int(exact[name].abs().argmax()), parameter.shape[-1])
+    losses = []
+    for shift in (1e-6, -2e-6):
+        with torch.no_grad():
+            parameter[index if parameter.dim() > 1 else index[1]] += shift
+        losses.append(token_loss(model, batch(kind)).item())
+    slope = (losses[0] - losses[1]) / 2e-6  # a finite difference needs all 15 digits
+    assert slope == pytest.approx(exact[name].flatten()[int(exact[name].abs().argmax())].item(), rel=1e-7)
+
+
+def test_blocks_are_the_models_own() -> None:
+    t5, llama = make_model("t5", 0.0), make_model("llama", 0.0)
+    assert find_blocks(t5, SINGLE) == [*t5.encoder.block, *t5.decoder.block]
+    assert find_blocks(llama, SINGLE) == list(llama.model.layers)
+
+
+def test_a_model_without_blocks() -> None:
+    model = make_model("llama", 0.0)
+    model._no_split_modules = None
+    with pytest.raises(UserError, match="LlamaForCausalLM names no block class; .*fsdp_transformer_layer_cls_to_wrap"):
+        find_blocks(model, SINGLE)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bfloat16_parameters_keep_float32_buffers(kind: str) -> None:
+    """Rotary frequencies rounded to bf16 are up to 0.4 % off: after some hundred tokens angles are wrong."""
+    expected = dict(make_model(kind, 0.0).named_buffers())
+    model = prepare(make_model(kind, 0.0), param_dtype="bfloat16")
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    for name, buffer in model.named_buffers():
+        assert torch.equal(buffer, expected[name]), name
+
+
+# Two processes. `main` runs in the forked ranks and writes what it saw to `<out>/<kind>_<rank>.pt`.
+
+
+def clean_name(name: str) -> str:
+    return name.replace("_fsdp_wrapped_module.", "").removeprefix("module.")
+
+
+def main() -> None:
+    root, out, flags, kinds = Path(sys.argv[1]), Path(sys.argv[2]), json.loads(sys.argv[3]), sys.argv[4:]
+    args = TrainArguments(output_dir=str(out / "run"), **flags)
+    accelerator, strategy = build_accelerator(args)
+    rank = accelerator.process_index
+    for kind in kinds:
+        args.model_name_or_path = str(root / kind)
+        auto_class: Any = AutoModelForSeq2SeqLM if kind == "t5" else AutoModelForCausalLM
+        source, weights = load_model(args, load_config(args), auto_class, accelerator)
+        assert weights is not None and all(p.is_meta for p in source.parameters())
+        model = prepare_model(source, weights, args, accelerator, strategy)
+        optimizer = build_optimizer(model, OptimizerArguments(learning_rate=1e-2, weight_decay=0.1))
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        assert held == {id(p) for p in model.parameters()}
+        local = {
+            clean_name(name): p.to_local() if isinstance(p, DTensor) else p for name, p in model.named_parameters()
+        }
+        before = {name: p.detach().clone() for name, p in local.items()}
+        model.train()
+        seed_step(1, 0, rank)
+        loss = token_loss(model, batch(kind, rank))
+        accelerator.backward(loss)
+        grads = {}
+        for name, parameter in model.named_parameters():
+            grad = parameter.grad  # FSDP1: None where this process has no piece of the parameter
+            grads[clean_name(name)] = grad.to_local() if isinstance(grad, DTensor) else grad
+        norm = clip_grad_norm_(model, 0)
+        optimizer.step()
+        after = {clean_name(n): p.to_local() if isinstance(p, DTensor) else p for n, p in model.named_parameters()}
+        result = {
+            "loss": loss.item(),
+            "norm": norm.item(),
+            "gradients": {name: grad.clone() for name, grad in grads.items() if grad is not None},
+            "moved": {name for name in after if not torch.equal(after[name].detach(), before[name])},
+            "types": {p.dtype for p in model.parameters()},
+            "gradient_types": {p.grad.dtype for p in model.parameters() if p.grad is not None},
+            "state_types": {
+                value.dtype for state in optimizer.state.values() for key, value in state.items() if key != "step"
+            },
+            "buffers": {clean_name(name): buffer for name, buffer in model.named_buffers()},
+            "units": describe_units(model),
+        }
+        torch.save(result, out / f"{kind}_{rank}.pt")
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[float, Path]:
+    folders = {}
+    for dropout in (0.0, 0.1):
+        folders[dropout] = tmp_path_factory.mktemp(f"dropout_{dropout}")
+        for kind in KINDS:
+            make_model(kind, dropout).save_pretrained(folders[dropout] / kind)
+    return folders
+
+
+def edited(config: str, folder: Path, *edits: tuple[str, str]) -> Path:
+    text = (CONFIGS / f"{config}.yaml").read_text()
+    for old, new in edits:
+        assert text.count(old) == 1, (config, old)
+        text = text.replace(old, new)
+    path = folder / "edited.yaml"
+    path.write_text(text)
+    return path
+
+
+CHECKPOINTING = ("fsdp_activation_checkpointing: false", "fsdp_activation_checkpointing: true")
+COMPILE = (
+    "fsdp_config:",
+    "dynamo_config:\n  dynamo_backend: AOT_EAGER\n  dynamo_use_regional_compilation: true\nfsdp_config:",
+)
+
+
+UNITS = {
+    "ddp": {"t5": "none", "llama": "none"},
+    "fsdp_full_shard": {
+        "t5": "5 FSDP units: 1 x T5ForConditionalGeneration, 4 x T5Block",
+        # An untied embedding and head have units of their own.
+        "llama": "5 FSDP units: 1 x LlamaForCausalLM, 1 x Embedding, 2 x LlamaDecoderLayer, 1 x Linear",
+    },
+    "fsdp1_full_shard": {
+        "t5": "5 FSDP units: 1 x T5ForConditionalGeneration, 4 x T5Block",
+        "llama": "3 FSDP units: 1 x LlamaForCausalLM, 2 x LlamaDecoderLayer",
+    },
+}
+
+Ranks = dict[str, list[dict[str, Any]]]
+
+
+def train_once(
+    forked: ForkedParent, out: Path, checkpoints: Path, config: str | Path, *, precision: str = "no",
+    kinds: tuple[str, ...] = KINDS, **flags: Any,
+) -> Ranks:  # fmt: skip
+    """What each rank saw in one step, by kind."""
+    out.mkdir()
+    result = start(forked, out, checkpoints, config, precision, kinds, **flags)
+    assert result.exit_code == 0, result.output
+    return {kind: [torch.load(out / f"{kind}_{rank}.pt", weights_only=False) for rank in range(2)] for kind in kinds}
+
+
+def start(
+    forked: ForkedParent, out: Path, checkpoints: Path, config: str | Path, precision: str = "no",
+    kinds: tuple[str, ...] = KINDS, **flags: Any,
+) -> Result:  # fmt: skip
+    return forked.run(
+        __file__, str(checkpoints), str(out), json.dumps(flags), *kinds, config=config, num_processes=2,
+        launcher_flags=["--mixed_precision", precision],
+    )  # fmt: skip
+
+
+def assert_equal(first: list[dict[str, Any]], second: list[dict[str, Any]]) -> None:
+    for a, b in zip(first, second, strict=True):
+        assert (a["loss"], a["norm"], a["units"]) == (b["loss"], b["norm"], b["units"])
+        assert a["gradients"].keys() == b["gradients"].keys()
+        for name, grad in a["gradients"].items():
+            assert torch.equal(grad, b["gradients"][name]), name
+
+
+@pytest.mark.parametrize("config", ["fsdp_full_shard", "fsdp1_full_shard", "ddp"])
+def test_checkpointing_with_dropout_under(
+    config: str, forked: ForkedParent, tmp_path: Path, checkpoints: dict[float, Path]
+) -> None:
+    plain = train_once(forked, tmp_path / "plain", checkpoints[0.1], config)
+    if config == "ddp":
+        again = train_once(forked, tmp_path / "again", checkpoints[0.1], config, gradient_checkpointing=True)
+    else:
+        again = train_once(forked, tmp_path / "again", checkpoints[0.1], edited(config, tmp_path, CHECKPOINTING))
+    for kind in KINDS:
+        assert_equal(plain[kind], again[kind])
+        assert {rank["units"] for rank in plain[kind]} == {UNITS[config][kind]}
+        names = set(dict(make_model(kind, 0.0).named_parameters()))
+        moved = [rank["moved"] for rank in plain[kind]]
+        assert moved[0] | moved[1] == names, "each weight must move; on which process depends on the sharding"
+        if config == "ddp":
+            assert moved[0] == moved[1]
+        expected = dict(make_model(kind, 0.0).named_buffers())
+        for rank in plain[kind]:
+            assert rank["buffers"].keys() == expected.keys()
+            assert all(torch.equal(buffer, expected[name]) for name, buffer in rank["buffers"].items())
+
+
+@pytest.mark.parametrize(("config", "kinds"), [("fsdp_full_shard", KINDS), ("fsdp1_full_shard", ("llama",))])
+def test_compiled_and_checkpointed_blocks_under(
+    config: str, kinds: tuple[str, ...], forked: ForkedParent, tmp_path: Path
+) -> None:
+    for kind in kinds:
+        make_model(kind, 0.0, num_layers=1).save_pretrained(tmp_path / kind)
+    plain = train_once(forked, tmp_path / "plain", tmp_path, config, kinds=kinds)
+    path = edited(config, tmp_path, COMPILE, CHECKPOINTING)
+    compiled = train_once(forked, tmp_path / "compiled", tmp_path, path, kinds=kinds)
+    for kind in kinds:
+        for a, b in zip(plain[kind], compiled[kind], strict=True):
+            assert a["loss"] == pytest.approx(b["loss"], rel=1e-6)
+            assert a["gradients"].keys() == b["gradients"].keys()
+            for name, grad in a["gradients"].items():
+                torch.testing.assert_close(b["gradients"][name], grad, rtol=1e-5, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("config", ["fsdp_full_shard", "fsdp1_full_shard", "ddp"])
+def test_mixed_precision_keeps_float32_weights(
+    config: str, forked: ForkedParent, tmp_path: Path, checkpoints: dict[float, Path]
+) -> None:
+    result = train_once(forked, tmp_path / "out", checkpoints[0.0], config, precision="bf16")
+    for rank in (rank for kind in KINDS for rank in result[kind]):
+        assert rank["types"] == rank["state_types"] == rank["gradient_types"] == {torch.float32}
+
+
+@pytest.mark.parametrize("config", ["fsdp_full_shard", "fsdp1_full_shard"])
+def test_bfloat16_weights_under(
+    config: str, forked: ForkedParent, tmp_path: Path, checkpoints: dict[float, Path]
+) -> None:
+    result = train_once(forked, tmp_path / "out", checkpoints[0.0], config, param_dtype="bfloat16")
+    for kind in KINDS:
+        expected = dict(make_model(kind, 0.0).named_buffers())
+        for rank in result[kind]:
+            assert rank["types"] == rank["state_types"] == {torch.bfloat16}
+            assert all(torch.equal(buffer, expected[name]) for name, buffer in rank["buffers"].items()), kind
+
+
+@pytest.mark.parametrize(
+    ("config", "edit", "flags", "words"),
+    [
+        (
+            "fsdp_full_shard",
+            ("fsdp_config:", "fsdp_config:\n  fsdp_transformer_layer_cls_to_wrap: BertLayer"),
+            {},
+            ["fsdp_transformer_layer_cls_to_wrap", "T5ForConditionalGeneration", "BertLayer", "T5Block"],
+        ),
+        (
+            "fsdp_full_shard",
+            ("fsdp_config:", "fsdp_config:\n  fsdp_transformer_layer_cls_to_wrap: T5Block,BertLayer"),
+            {},
+            ["no module of class BertLayer;"],
+        ),
+        (
+            "fsdp1_full_shard",
+            ("fsdp_use_orig_params: true", "fsdp_use_orig_params: false"),
+            {},
+            ["fsdp_use_orig_params"],
+        ),
+        ("fsdp_full_shard", None, {"gradient_checkpointing": True}, ["--gradient_checkpointing", "fsdp_activation"]),
+        ("ddp", None, {"reduce_dtype": "float32"}, ["--reduce_dtype", "FSDP"]),
+    ],
+    ids=["class", "one of two classes", "use_orig_params", "two mechanisms", "reduce_dtype"],
+)
+def test_settings_that_cannot_act(
+    config: str, edit: tuple[str, str] | None, flags: dict[str, Any], words: list[str], forked: ForkedParent,
+    tmp_path: Path, checkpoints: dict[float, Path],
+) -> None:  # fmt: skip
+    path = edited(config, tmp_path, edit) if edit else config
+    result = start(forked, tmp_path, checkpoints[0.0], path, **flags)
+    lines = [line for line in result.output.splitlines() if line.strip()]
+    assert result.exit_code == 2 and len(lines) == 1 and lines[0].startswith("error: "), result.output
+    assert all(word in lines[0] for word in words), lines
+
+
+def test_ddp_sums_gradients_once_a_step(forked: ForkedParent) -> None:
+    model = DistributedDataParallel.__new__(DistributedDataParallel)
+    nn.Module.__init__(model)
+    model.require_backward_grad_sync = True
+    with gradient_sync(model, is_last_micro_batch=False):
+        assert not model.require_backward_grad_sync
+    with gradient_sync(model, is_last_micro_batch=True):
+        assert model.require_backward_grad_sync
+
+
+if __name__ == "__main__":
+    assert "RANK" in os.environ
+    run(main)
