@@ -26,7 +26,7 @@ RECIPES := t5-summarize gpt-shakespeare
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo test test-full lint clean $(RECIPES)
+.PHONY: help install demo test test-full test-kill lint check clean $(RECIPES)
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9$$(][^=]*:.*## / {gsub(/\$$\(RECIPES\)/, "$(RECIPES)", $$1); printf "%-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -55,13 +55,19 @@ $(RECIPES): $(INSTALLED) ## train a recipe: CONFIG= (accelerate_configs/), PRESE
 test: $(INSTALLED) ## the tests, without the ones that take minutes
 	$(PYTEST) -m "not full"
 
-test-full: $(INSTALLED) ## all tests
-	$(PYTEST)
+test-full: $(INSTALLED) ## all tests, without the 200 kills
+	$(PYTEST) -m "not kill"
+
+test-kill: $(INSTALLED) ## kill a run at 200 seeded random moments and compare what it goes on with (half an hour)
+	$(PYTEST) --dist=load -m kill
 
 lint: $(INSTALLED) ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+check: $(INSTALLED) ## explain every YAML of accelerate_configs/ in words, or say what is wrong with it
+	$(BIN)/python tools/check_config.py
 
 clean: ## remove caches and build leftovers (.venv and runs/ stay)
 	rm -rf build *.egg-info .pytest_cache .mypy_cache .ruff_cache

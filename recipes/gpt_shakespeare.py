@@ -4,14 +4,14 @@
         --config recipes/configs/gpt_shakespeare_char_gpu.yaml --text_file data/shakespeare.txt --prompt "ROMEO:"
 
 The YAML says how the run is spread over devices, the preset what is trained; without --config it is _124m where there
-are GPUs and _demo where there are none. _char_cpu and _char_gpu are nanoGPT's two settings for Shakespeare by
-characters. The text is any UTF-8 file (Shakespeare: input.txt of https://github.com/karpathy/char-rnn, folder
-data/tinyshakespeare); without --text_file it is the articles that ship with the repository. `--max_steps 0` trains
-nothing; with --model_name_or_path, the model folder of an earlier run, that model is evaluated and answers.
+are GPUs and _demo where there are none. _char_cpu and _char_gpu are nanoGPT's settings for Shakespeare by characters.
+--text_file is any UTF-8 text (Shakespeare: data/tinyshakespeare/input.txt of https://github.com/karpathy/char-rnn), by
+default the articles of the repository. With --model_name_or_path RUN/model --max_steps 0 an earlier model answers.
 """
 
 import csv
 import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -69,7 +69,8 @@ def read_text(args: GPTArguments) -> tuple[str, str]:
     """(training text, validation text), cut at a character as nanoGPT does; the embedded articles are joined."""
     if args.text_file is None:
         with SAMPLE_FILE.open(encoding="utf-8", newline="") as file:
-            articles = [row["text"].strip() for row in csv.DictReader(file)]
+            # Without what separates paragraphs in WikiHow's form of a text.
+            articles = [re.sub(r";?\n+, ", "\n", row["text"]).strip() for row in csv.DictReader(file)]
         text = "\n\n".join(filter(None, articles))
     else:
         try:
@@ -100,7 +101,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str, source: str) -> np.nda
     except Exception as error:  # what `tokenizers` raises for a character that it has neither a token nor <unk> for
         unknown = "".join(sorted(set(text) - set(tokenizer.get_vocab())))
         raise UserError(
-            f"{source}: the tokenizer has no token for {unknown[:20]!r}; it knows its training text's characters."
+            f"{source}: {unknown[:20]!r} is not in the tokenizer's vocabulary; change the text or the tokenizer."
         ) from error
     return np.array(ids, dtype=np.int32)
 
@@ -156,7 +157,7 @@ def main() -> None:
     tokenizer = character_tokenizer(train_text + eval_text) if is_new_tokenizer else load_tokenizer(args)
     fit_config(args, config, tokenizer)
     if args.prompt:
-        encode(tokenizer, args.prompt, "--prompt")  # what cannot be answered is known before training
+        encode(tokenizer, args.prompt, f"--prompt {args.prompt!r}")  # what cannot be answered is known before training
     checkpoints = Checkpoints(args, accelerator, strategy, tokenizer)
     log = RunLog(args, accelerator, project="gpt-shakespeare", run_id=checkpoints.tracker_run_id)
 

@@ -69,6 +69,8 @@ class T5Arguments(TrainArguments):
         for name, value in least.items():
             if getattr(self, name) < value:
                 raise UserError(f"--{name} is {getattr(self, name)}; it must be at least {value}.")
+        if self.rouge_samples is not None and self.rouge_samples < 0:
+            raise UserError(f"--rouge_samples is {self.rouge_samples}; give a number of examples, or 0 for no ROUGE.")
         if self.validation_size <= 0 or self.max_summary_ratio <= 0:
             raise UserError("--validation_size and --max_summary_ratio must be greater than 0.")
         if bool(self.document_column) != bool(self.summary_column):

@@ -1,0 +1,305 @@
+"""Runs that are killed, told to stop, or fail at chosen moments, and what they leave."""
+
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from common.checkpoint import check_contents, read_checkpoint, step_folders
+from tests.conftest import REPOSITORY
+from tests.forked import CONFIGS, ForkedParent, Result
+from tests.tiny import LAUNCHER_FLAGS, RECIPE, checkpoint_names, flags, lines, saving, series, train
+
+INTERRUPTED = REPOSITORY / "tests" / "distributed" / "interrupted.py"
+NUM_STEPS = 24
+KILLED_RUN = [*saving(2), "--save_total_limit=2", f"--max_steps={NUM_STEPS}"]
+TIMEOUT = 60  # seconds; no process may outlive the end of another one by more
+
+
+def interrupt(
+    forked: ForkedParent,
+    output: Path,
+    moment: str,
+    action: str,
+    *more: str,
+    config: str = "fsdp_full_shard",
+    num_processes: int = 2,
+) -> Result:
+    result = forked.run(
+        INTERRUPTED, moment, action, str(RECIPE), *flags(output, *more),
+        config=config, num_processes=num_processes, launcher_flags=LAUNCHER_FLAGS, timeout=TIMEOUT,
+    )  # fmt: skip
+    assert not result.timed_out, result.output
+    return result
+
+
+def assert_complete(output: Path) -> None:
+    """Whatever has a checkpoint's name is a complete one."""
+    for folder in step_folders(output / "checkpoints"):
+        assert check_contents(read_checkpoint(folder)) is None
+
+
+# SIGKILL
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(forked: ForkedParent, tmp_path_factory: pytest.TempPathFactory) -> dict[int, tuple[float, ...]]:
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    train(forked, folder / "run", *KILLED_RUN)
+    assert checkpoint_names(folder / "run") == ["step_00000022", "step_00000024"]
+    return series(folder / "run")
+
+
+def random_moment(generator: random.Random) -> str:
+    """In a step, at a file of a save, in pruning; in either rank where both take part."""
+    kind = generator.choice(["step", "file", "file", "prune"])
+    if kind == "prune":  # the main process removes; three files, two folders, and a name before them
+        return f"prune:{generator.randint(1, 12)}:0"
+    rank = generator.randint(0, 1)
+    if kind == "step":
+        return f"step:{generator.randint(1, 12)}:{rank}:after={generator.uniform(0, 0.2):.3f}"
+    return f"file:{generator.randint(1, 45 if rank == 0 else 6)}:{rank}"
+
+
+def kill_and_resume(
+    forked: ForkedParent, output: Path, seed: int, num_kills: int, expected: dict[int, tuple[float, ...]]
+) -> None:
+    """Kill the run `num_kills` times, each time going on from the latest checkpoint, and let it end."""
+    generator = random.Random(seed)
+    resume = ["--resume_from_checkpoint=latest", *(["--async_save"] if seed % 2 else [])]
+    killed = []
+    while len(killed) < num_kills:
+        moment = random_moment(generator)
+        result = interrupt(forked, output, moment, "kill", *KILLED_RUN, *resume)
+        assert_complete(output)
+        if result.exit_codes == [-signal.SIGKILL] * 2:
+            killed.append(moment)
+        else:  # it ended before its moment came: from the start again
+            assert result.exit_code == 0, f"{moment}: {result.output}"
+            assert series(output) == expected, (seed, killed)
+            shutil.rmtree(output)
+    train(forked, output, *KILLED_RUN, *resume)
+    assert series(output) == expected, (seed, killed)
+    assert checkpoint_names(output) == ["step_00000022", "step_00000024"]
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_killed_run_resumes_bit_for_bit(
+    seed: int, uninterrupted: dict[int, tuple[float, ...]], forked: ForkedParent, tmp_path: Path
+) -> None:
+    kill_and_resume(forked, tmp_path / "run", seed, 5, uninterrupted)
+
+
+@pytest.mark.kill
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(100, 120))
+def test_two_hundred_kills(
+    seed: int, uninterrupted: dict[int, tuple[float, ...]], forked: ForkedParent, tmp_path: Path
+) -> None:
+    kill_and_resume(forked, tmp_path / "run", seed, 10, uninterrupted)
+
+
+# Signals
+
+STOPPED_RUN = [*saving(4), "--max_steps=6"]
+# Two batches of loss and two of generation in each evaluation of each process.
+EVALUATING = ["--eval_strategy=steps", "--eval_steps=3", "--rouge_samples=12", "--per_device_eval_batch_size=3"]
+
+
+@pytest.fixture(scope="module")
+def not_stopped(forked: ForkedParent, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Runs without and with evaluation."""
+    folder = tmp_path_factory.mktemp("not_stopped")
+    train(forked, folder / "plain", *STOPPED_RUN)
+    train(forked, folder / "evaluating", *STOPPED_RUN, *EVALUATING)
+    return folder / "plain", folder / "evaluating"
+
+
+@pytest.mark.parametrize(
+    ("moment", "action", "more"),
+    [
+        ("step:7:0", "SIGTERM", []),
+        ("step:7:1:after=0.05", "SIGUSR1", []),
+        ("step:7:0", "SIGINT", []),
+        ("step:7:1", "SIGTERM!", []),  # one rank alone
+        ("file:12:0", "SIGTERM", []),  # in a save
+        ("file:1:1", "SIGTERM", ["--async_save"]),
+        ("evaluation:2:0", "SIGTERM", EVALUATING),
+        ("evaluation:4:0", "SIGTERM", EVALUATING),  # while generating
+    ],
+)  # fmt: skip
+def test_a_signal_ends_with_a_checkpoint_that_resumes_exactly(
+    moment: str, action: str, more: list[str], not_stopped: tuple[Path, Path], forked: ForkedParent, tmp_path: Path
+) -> None:
+    output, whole = tmp_path / "run", not_stopped[more is EVALUATING]
+    options = [*STOPPED_RUN, *more]
+    result = interrupt(forked, output, moment, action, *options)
+    assert result.exit_codes == [75, 75] and result.exit_code == 75, result.output
+    assert "Traceback" not in result.output
+    (stopped,) = re.findall(r"stopped by (.*) at step (\d+): the last complete checkpoint is (\S+);", result.output)
+    assert stopped[0] == ("a signal to another process" if action.endswith("!") else action)
+    step = int(stopped[1])
+    assert step < 6 and stopped[2] == str(output / "checkpoints" / f"step_{step:08d}")
+    assert_complete(output)
+    assert max(line["step"] for line in lines(output)) <= step
+    train(forked, output, *options, "--resume_from_checkpoint=latest")
+    assert series(output) == series(whole)
+    evaluations = [
+        [{key: value for key, value in line.items() if key.startswith(("step", "eval"))} for line in lines(folder)
+         if "eval_loss" in line] for folder in (output, whole)
+    ]  # fmt: skip
+    assert evaluations[0] == evaluations[1], "an evaluation that was stopped is made up for, once"
+
+
+def test_a_time_limit_ends_with_a_checkpoint(forked: ForkedParent, tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    result = train(forked, output, "--max_steps=1000", "--max_run_seconds=5", exit_code=75)
+    assert re.search(r"stopped by --max_run_seconds at step \d+: .*go on with --resume_from_checkpoint", result.output)
+    assert len(checkpoint_names(output)) == 1
+    assert_complete(output)
+    assert result.seconds < 30
+
+
+def test_a_second_signal_leaves_at_once_and_keeps_the_checkpoint_before(forked: ForkedParent, tmp_path: Path) -> None:
+    """Rank 0 waits in a collective for rank 1, which is stopped: no step boundary will come."""
+    output = tmp_path / "run"
+    handle = forked.start(
+        RECIPE, *flags(output, *saving(1), "--max_steps=1000"),
+        config="fsdp_full_shard", num_processes=2, launcher_flags=LAUNCHER_FLAGS,
+    )  # fmt: skip
+    deadline = time.monotonic() + TIMEOUT
+    while not step_folders(output / "checkpoints"):
+        assert time.monotonic() < deadline, handle.output
+        time.sleep(0.02)
+    os.kill(handle.pids[1], signal.SIGSTOP)
+    os.kill(handle.pids[0], signal.SIGTERM)
+    time.sleep(2.3)
+    os.kill(handle.pids[0], signal.SIGTERM)
+    started = time.monotonic()
+    time.sleep(0.2)
+    os.kill(handle.pids[1], signal.SIGKILL)
+    result = handle.wait(TIMEOUT)
+    assert result.exit_codes[0] == 128 + signal.SIGTERM
+    assert time.monotonic() - started < 10
+    assert "second signal" in result.output and "Traceback" not in result.output
+    assert_complete(output)
+
+
+def worker_command(output: Path, launcher: list[str]) -> list[str]:
+    script = [str(RECIPE), *flags(output, *saving(1000), "--max_steps=100000")]
+    return [*launcher, "--config_file", str(CONFIGS / "ddp.yaml"), *LAUNCHER_FLAGS, "--main_process_port=0", *script]
+
+
+def wait_for_step(output: Path, process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + TIMEOUT
+    while not (output / "metrics.jsonl").exists() or len(lines(output)) < 2:
+        assert time.monotonic() < deadline and process.poll() is None, process.communicate()
+        time.sleep(0.1)
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize(
+    ("launcher", "exit_code"),
+    [
+        ([sys.executable, "tools/launch.py"], 75),
+        ([sys.executable, "-m", "accelerate.commands.launch"], 1),  # torch's agent knows no other code
+    ],
+    ids=["tools/launch.py", "accelerate launch"],
+)
+def test_sigterm_to_the_launcher(launcher: list[str], exit_code: int, tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    process = subprocess.Popen(
+        worker_command(output, launcher), cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+    try:
+        wait_for_step(output, process)
+        process.terminate()
+        out, err = process.communicate(timeout=TIMEOUT)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == exit_code, out + err
+    assert "stopped by SIGTERM" in err
+    assert len(checkpoint_names(output)) == 1
+    assert_complete(output)
+
+
+# Failures
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_fails_takes_the_others_down(rank: int, forked: ForkedParent, tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    result = interrupt(forked, output, f"step:9:{rank}", "raise", *saving(2), "--max_steps=100")
+    assert result.exit_code == 1
+    assert result.seconds < TIMEOUT
+    assert result.output.count("Traceback") == 1 and "RuntimeError: raised on purpose" in result.output
+    assert checkpoint_names(output)[-1] == "step_00000004"
+    assert_complete(output)
+
+
+def test_a_rank_that_is_killed_takes_the_others_down(forked: ForkedParent, tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    result = interrupt(forked, output, "step:9:1", "SIGKILL!", *saving(2), "--max_steps=100")
+    assert result.exit_codes[1] == -signal.SIGKILL and result.exit_codes[0] != 0
+    assert result.seconds < TIMEOUT
+    assert "Traceback" not in result.output
+    assert_complete(output)
+
+
+@pytest.mark.parametrize("more", [[], ["--async_save"]])
+def test_a_full_disk_ends_the_run_in_one_line(more: list[str], forked: ForkedParent, tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=5m", "tmpfs", str(disk)]
+    if shutil.which("mount") is None or subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("mounting a file system is not permitted here")
+    try:
+        output = disk / "run"
+        result = train(forked, output, *saving(1), "--max_steps=20", *more, exit_code=1)
+        (error,) = [line for line in result.output.splitlines() if line.startswith("error")]
+        found = re.match(r"error: the checkpoint of step (\d+) cannot be written: .*; the last complete.*step_(\d+)\.",
+                         error)  # fmt: skip
+        assert found and int(found[2]) == int(found[1]) - 1, error
+        assert "Traceback" not in result.output
+        assert checkpoint_names(output)[-1] == f"step_{found[2]}", "what was begun is cleaned up"
+        assert_complete(output)
+    finally:
+        subprocess.run(["umount", "--lazy", str(disk)], check=True)
+
+
+@pytest.mark.parametrize("config", ["ddp", "fsdp_full_shard"])
+def test_a_gradient_that_is_not_finite_ends_the_run(config: str, forked: ForkedParent, tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    result = train(
+        forked, output, *saving(1), "--max_steps=9", "--learning_rate=1e30", "--max_grad_norm=0",
+        config=config, num_processes=2, exit_code=1,
+    )  # fmt: skip
+    (error,) = [line for line in result.output.splitlines() if line.startswith("error")]
+    found = re.match(r"error: step (\d+): the gradient norm or loss is (nan|inf); its batch has training examples "
+                     r"(\d+, ){3}\d+\. .*The last complete checkpoint is \S+step_0*(\d+)\.", error)  # fmt: skip
+    assert found and int(found[4]) == int(found[1]) - 1, error
+    assert "Traceback" not in result.output
+    assert_complete(output)
+
+
+def test_steps_that_are_not_finite_can_be_left_out(forked: ForkedParent, tmp_path: Path) -> None:
+    """Every step is left out here, because the first update ruins the weights; the third is one too many."""
+    output = tmp_path / "run"
+    options = ["--max_steps=9", "--learning_rate=1e30", "--max_grad_norm=0", "--max_skipped_steps=2"]
+    result = train(forked, output, *options, *saving(100), exit_code=1)
+    skipped = re.findall(r"^skipped: step (\d+): the gradient norm or loss is (?:nan|inf)", result.output, re.MULTILINE)
+    assert len(skipped) == 2
+    (error,) = [line for line in result.output.splitlines() if line.startswith("error")]
+    assert f"error: step {int(skipped[-1]) + 1}: the gradient norm" in error
+    counts = {line["step"]: line.get("num_skipped_steps") for line in lines(output)}
+    assert counts[int(skipped[0])] == 1 and counts[int(skipped[1])] == 2
+    assert next(line for line in lines(output) if line["step"] == int(skipped[0]))["loss"] is None

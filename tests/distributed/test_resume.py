@@ -1,0 +1,217 @@
+"""A run that goes on from a checkpoint: bit for bit in the same layout, within rounding in any other."""
+
+import itertools
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from tests.forked import CONFIGS, ForkedParent
+from tests.tiny import checkpoint_names, lines, saving, series, train
+
+Layout = tuple[str, int]
+"""A YAML of accelerate_configs/ and the number of processes."""
+
+KINDS = ["ddp", "fsdp1_full_shard", "fsdp_full_shard", "fsdp_shard_grad_op"]
+LAYOUTS: list[Layout] = [*itertools.product(KINDS, [1, 2, 4]), ("fsdp_hybrid_shard", 4)]
+SEGMENT = 10  # steps between two changes of the layout: nearly two epochs
+
+
+def change_yaml(folder: Path, config: str, **fsdp_config: str) -> Path:
+    settings = yaml.safe_load((CONFIGS / f"{config}.yaml").read_text())
+    settings["fsdp_config"] |= fsdp_config
+    path = folder / f"{config}.yaml"
+    path.write_text(yaml.safe_dump(settings))
+    return path
+
+
+# Bit for bit
+
+
+@pytest.mark.parametrize(
+    ("config", "num_processes", "more"),
+    [
+        ("single_device", 1, ["--async_save"]),
+        ("ddp", 2, ["--dataloader_num_workers=1"]),
+        ("fsdp_full_shard", 2, []),
+        ("fsdp_full_shard", 2, ["--async_save"]),
+        ("fsdp1_full_shard", 2, []),
+        ("fsdp1_full_shard SHARDED_STATE_DICT", 2, ["--async_save"]),
+        pytest.param("fsdp_full_shard FULL_STATE_DICT", 2, [], marks=pytest.mark.full),
+        pytest.param("fsdp1_full_shard SHARDED_STATE_DICT", 2, [], marks=pytest.mark.full),
+        pytest.param("fsdp_hybrid_shard", 4, ["--async_save"], marks=pytest.mark.full),
+        pytest.param("fsdp_full_shard_offload", 2, ["--async_save"], marks=pytest.mark.full),
+        pytest.param("fsdp1_no_shard", 2, [], marks=pytest.mark.full),
+        pytest.param("fsdp_shard_grad_op", 4, [], marks=pytest.mark.full),
+    ],
+)
+def test_same_layout_is_bit_exact(
+    config: str, num_processes: int, more: list[str], forked: ForkedParent, tmp_path: Path
+) -> None:
+    """Dropout included, from a step within a logging window and within an epoch."""
+    name, _, state_dict_type = config.partition(" ")
+    yaml_file = change_yaml(tmp_path, name, fsdp_state_dict_type=state_dict_type) if state_dict_type else name
+
+    def run(*flags: str) -> None:
+        train(
+            forked, output, *saving(3), "--logging_steps=2", "--max_steps=7", *more, *flags,
+            config=yaml_file, num_processes=num_processes,
+        )  # fmt: skip
+
+    output = tmp_path / "run"
+    run()
+    assert checkpoint_names(output) == ["step_00000003", "step_00000006", "step_00000007"]
+    expected = series(output)
+    assert list(expected) == [2, 4, 6, 7]
+    weights = load_file(output / "model" / "model.safetensors")
+    run(f"--resume_from_checkpoint={output}/checkpoints/step_00000003")
+    assert series(output) == expected
+    resumed = load_file(output / "model" / "model.safetensors")
+    assert all(torch.equal(resumed[key], weights[key]) for key in weights)
+
+
+# Any other layout
+
+
+def continue_run(forked: ForkedParent, layout: Layout, output: Path, step: int, source: Path | None) -> None:
+    """Train to `step` in float64, from the latest checkpoint of `source` where there is one."""
+    config, num_processes = layout
+    if source is not None:
+        shutil.copytree(source / "checkpoints", output / "checkpoints")
+        shutil.copy(source / "metrics.jsonl", output)
+    # The step schedule depends on the epoch alone, so that a run can be given more steps with the same rates.
+    train(
+        forked, output, *saving(1000), f"--max_steps={step}", "--param_dtype=float64", "--lr_scheduler_type=step",
+        "--warmup_steps=0", f"--per_device_train_batch_size={4 // num_processes}",
+        *(["--resume_from_checkpoint=latest"] if source else []),
+        config=config, num_processes=num_processes, dropout=False,
+    )  # fmt: skip
+
+
+def assert_agrees(output: Path, reference: dict[int, tuple[float, ...]], step: int, what: str) -> None:
+    found = series(output)
+    assert list(found) == list(range(1, step + 1)), what
+    expected = torch.tensor([reference[step] for step in found], dtype=torch.float64)
+    actual = torch.tensor(list(found.values()), dtype=torch.float64)
+    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=0, msg=lambda text: f"{what}: {text}")
+
+
+# Each layout is left and entered once, each kind and each number of processes by another one.
+CHAIN: list[Layout] = [
+    ("ddp", 1), ("fsdp_full_shard", 2), ("fsdp1_full_shard", 4), ("ddp", 2), ("fsdp_hybrid_shard", 4),
+    ("fsdp_shard_grad_op", 2), ("fsdp1_full_shard", 1), ("fsdp_full_shard", 4), ("ddp", 4), ("fsdp1_full_shard", 2),
+    ("fsdp_shard_grad_op", 1), ("fsdp_full_shard", 1), ("fsdp_shard_grad_op", 4), ("ddp", 1),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def reference(forked: ForkedParent, tmp_path_factory: pytest.TempPathFactory) -> dict[int, tuple[float, ...]]:
+    """An uninterrupted run of one process."""
+    folder = tmp_path_factory.mktemp("reference")
+    continue_run(forked, ("single_device", 1), folder / "run", SEGMENT * len(CHAIN), None)
+    return series(folder / "run")
+
+
+def test_the_chain_covers_every_layout() -> None:
+    assert set(CHAIN[1:]) == set(LAYOUTS) == set(CHAIN[:-1])
+
+
+def test_every_layout_resumes_into_another(
+    reference: dict[int, tuple[float, ...]], forked: ForkedParent, tmp_path: Path
+) -> None:
+    """One run that changes its layout every ten steps, through full and sharded checkpoints."""
+    source = None
+    for number, layout in enumerate(CHAIN, start=1):
+        output = tmp_path / f"{number}"
+        output.mkdir()
+        continue_run(forked, layout, output, SEGMENT * number, source)
+        assert_agrees(output, reference, SEGMENT * number, f"link {number}, {layout}")
+        if source is not None:
+            shutil.rmtree(source)
+        source = output
+
+
+@pytest.fixture(scope="module")
+def sources(forked: ForkedParent, tmp_path_factory: pytest.TempPathFactory) -> dict[Layout, Path]:
+    """A run of ten steps in each layout."""
+    folder = tmp_path_factory.mktemp("sources")
+    for layout in LAYOUTS:
+        continue_run(forked, layout, folder / f"{layout[0]}_{layout[1]}", SEGMENT, None)
+    return {layout: folder / f"{layout[0]}_{layout[1]}" for layout in LAYOUTS}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("one", "other"),
+    list(itertools.combinations_with_replacement(LAYOUTS, 2)),
+    ids=lambda layout: f"{layout[0]}-{layout[1]}",
+)
+def test_every_pair_there_and_back(
+    one: Layout,
+    other: Layout,
+    reference: dict[int, tuple[float, ...]],
+    sources: dict[Layout, Path],
+    forked: ForkedParent,
+    tmp_path: Path,
+) -> None:
+    source = sources[one]
+    for number, layout in enumerate((other, one), start=2):
+        output = tmp_path / f"{number}"
+        output.mkdir()
+        continue_run(forked, layout, output, SEGMENT * number, source)
+        assert_agrees(output, reference, SEGMENT * number, f"{one} -> {other}, run {number}")
+        source = output
+
+
+# What a run remembers and refuses
+
+
+def test_the_best_checkpoint_survives_and_its_metric_is_remembered(forked: ForkedParent, tmp_path: Path) -> None:
+    """The learning rate explodes after step 2, so that evaluation gets worse from there."""
+    output = tmp_path / "run"
+    options = [*saving(1), "--save_total_limit=1", "--eval_strategy=steps", "--eval_steps=1", "--max_grad_norm=0"]
+    train(forked, output, *options, "--max_steps=2", config="single_device")
+    more = [*options, "--resume_from_checkpoint=latest", "--learning_rate=10", "--allow_changed=learning_rate"]
+    result = train(forked, output, *more, "--max_steps=4", config="single_device")
+    losses = {line["step"]: line["eval_loss"] for line in lines(output) if "eval_loss" in line}
+    assert list(losses) == [1, 2, 3, 4]
+    assert losses[2] == min(losses.values()), "the premise of this test"
+    assert checkpoint_names(output) == ["step_00000002", "step_00000004"]
+    assert re.search(rf"best model .*\(eval_loss {losses[2]:.4f} at step 2\)", result.output)
+    assert "changed since the checkpoint, as allowed: learning_rate: 0.01 -> 10.0" in result.output
+
+
+def test_metrics_of_a_course_that_was_given_up_are_cut(forked: ForkedParent, tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    train(forked, output, *saving(2), "--max_steps=4", config="single_device")
+    with (output / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 5, "loss": 1.0}) + '\n{"step": 6, "lo')  # a later step, and a line cut by a kill
+    first = lines_until(output, 2)
+    train(forked, output, *saving(2), "--max_steps=3", f"--resume_from_checkpoint={output}/checkpoints/step_00000002",
+          "--lr_scheduler_type=constant", "--allow_changed=lr_scheduler_type", config="single_device")  # fmt: skip
+    assert [line["step"] for line in lines(output)] == [1, 2, 3]
+    assert lines(output)[:2] == first
+
+
+def lines_until(output: Path, step: int) -> list[dict[str, float]]:
+    complete = [line for line in (output / "metrics.jsonl").read_text().splitlines() if line.endswith("}")]
+    return [line for line in map(json.loads, complete) if line["step"] <= step]
+
+
+def test_a_different_run_is_refused_in_one_line(forked: ForkedParent, tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    train(forked, output, *saving(1), "--max_steps=1", config="ddp")
+    before = (output / "config.yaml").read_text(), (output / "metrics.jsonl").read_text()
+    result = train(
+        forked, output, *saving(1), "--max_steps=2", "--resume_from_checkpoint=latest", "--learning_rate=1",
+        config="ddp", exit_code=2,
+    )  # fmt: skip
+    errors = [line for line in result.output.splitlines() if "error" in line]
+    assert len(errors) == 1 and "learning_rate: 0.01 -> 1.0" in errors[0], result.output
+    assert "Traceback" not in result.output
+    assert before == ((output / "config.yaml").read_text(), (output / "metrics.jsonl").read_text())

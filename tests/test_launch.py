@@ -1,0 +1,235 @@
+"""The entry of a run: exit codes, one error on one process, and asked-for == got before anything is touched."""
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import yaml
+
+from common import launch
+from common.arguments import TrainArguments, UserError
+from common.launch import (
+    EXIT_ERROR,
+    EXIT_STOPPED,
+    EXIT_USER_ERROR,
+    RunFailed,
+    Stopped,
+    Strategy,
+    banner,
+    build_accelerator,
+    compute_dtype,
+    param_dtype,
+    reduce_dtype,
+    run,
+)
+from tests.forked import ForkedParent, Result
+
+NO = ("--mixed_precision", "no")
+
+
+def start(forked: ForkedParent, what: str, out: Path, *flags: str, **options: Any) -> Result:
+    options = {"config": "ddp", "num_processes": 2, "launcher_flags": NO, "timeout": 60} | options
+    return forked.run(__file__, what, str(out), *flags, **options)
+
+
+# `run`.
+
+
+def main() -> None:
+    what, out, *flags = sys.argv[1:]
+    rank = int(os.environ.get("RANK", "0"))
+    if what == "early":  # before the process group exists: every process has the same mistake
+        raise UserError("--flag is wrong")
+    settings: dict[str, Any] = dict(flag[2:].split("=") for flag in flags if "=" in flag)
+    args = TrainArguments(output_dir=out, **settings)
+    accelerator, strategy = build_accelerator(args)
+    match what:
+        case "accelerator":
+            backend = dist.get_backend() if dist.is_initialized() else None
+            print(f"rank {rank}: {strategy.kind} {strategy.mixed_precision} {accelerator.num_processes} {backend}")
+        case "banner":
+            banner(args, accelerator, strategy, model="a model", empty="")
+        case "user error":
+            raise UserError("articles.csv has no rows")
+        case "failed":
+            raise RunFailed("step 7: the gradient norm is nan")
+        case "stopped":
+            raise Stopped("saved at step 7")
+        case "interrupted":
+            raise KeyboardInterrupt
+        case "bug":
+            raise ValueError("a library's error")
+        case "other process":
+            if rank == 1:
+                raise UserError("row 3 of this process's file")
+        case "main process":
+            if rank == 0:
+                raise OSError("No space left on device")
+    accelerator.wait_for_everyone()  # where a process that had no error would wait for ever
+
+
+@pytest.mark.parametrize(
+    ("what", "exit_code", "text", "has_traceback"),
+    [
+        ("done", 0, "", False),
+        ("early", EXIT_USER_ERROR, "error: --flag is wrong\n", False),
+        ("user error", EXIT_USER_ERROR, "error: articles.csv has no rows\n", False),
+        ("failed", EXIT_ERROR, "error: step 7: the gradient norm is nan\n", False),
+        ("stopped", EXIT_STOPPED, "saved at step 7\n", False),
+        ("interrupted", EXIT_ERROR, "interrupted\n", False),
+        ("bug", EXIT_ERROR, "ValueError: a library's error\n", True),
+        ("other process", EXIT_USER_ERROR, "error: row 3 of this process's file\n", False),
+        ("main process", EXIT_ERROR, "OSError: No space left on device\n", True),
+    ],
+)
+def test_exit_codes_and_messages(
+    what: str, exit_code: int, text: str, has_traceback: bool, forked: ForkedParent, tmp_path: Path
+) -> None:
+    result = start(forked, what, tmp_path / "run")
+    assert not result.timed_out and result.seconds < 30
+    assert result.exit_code == exit_code, result.output
+    if has_traceback:
+        assert result.output.endswith(text) and result.output.count("Traceback") == 1, result.output
+    else:
+        assert result.output == text
+
+
+def test_exit_codes_are_the_documented_ones() -> None:
+    assert (EXIT_ERROR, EXIT_USER_ERROR, EXIT_STOPPED) == (1, 2, 75)
+
+
+@pytest.mark.parametrize("what", ["early", "failed"])
+def test_debug_shows_tracebacks(what: str, forked: ForkedParent, tmp_path: Path) -> None:
+    result = start(forked, what, tmp_path / "run", "--debug")
+    assert result.output.count("Traceback") == 1
+
+
+# `build_accelerator`.
+
+
+@pytest.mark.parametrize(
+    ("config", "num_processes", "expected"),
+    [
+        ("single_device", 1, "single no 1 None"),
+        ("ddp", 2, "ddp no 2 gloo"),
+        ("fsdp_full_shard", 1, "fsdp2 no 1 gloo"),
+        ("fsdp_full_shard", 2, "fsdp2 no 2 gloo"),
+        ("fsdp1_full_shard", 2, "fsdp1 no 2 gloo"),
+    ],
+)
+def test_what_is_asked_for_runs(
+    config: str, num_processes: int, expected: str, forked: ForkedParent, tmp_path: Path
+) -> None:
+    result = start(forked, "accelerator", tmp_path / "run", config=config, num_processes=num_processes)
+    assert result.exit_code == 0, result.output
+    assert sorted(result.output.splitlines()) == [f"rank {rank}: {expected}" for rank in range(num_processes)]
+
+
+@pytest.mark.parametrize(
+    ("env", "config"),
+    [
+        ({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}, "single_device"),  # no RANK, no WORLD_SIZE
+        ({"ACCELERATE_USE_FSDP": "True"}, "single_device"),
+        ({"WORLD_SIZE": "2"}, "single_device"),
+    ],
+    ids=["FSDP2 without processes", "FSDP1 without processes", "processes without a group"],
+)
+def test_asked_for_is_not_got(env: dict[str, str], config: str, forked: ForkedParent, tmp_path: Path) -> None:
+    result = start(forked, "accelerator", tmp_path / "run", config=config, num_processes=1, env=env)
+    assert result.exit_code == EXIT_USER_ERROR, result.output
+    assert result.output.startswith("error: ") and len(result.output.strip().splitlines()) <= 2, result.output
+    assert not (tmp_path / "run").exists()
+
+
+def test_float64_with_mixed_precision(forked: ForkedParent, tmp_path: Path) -> None:
+    flags = ("--mixed_precision", "bf16")
+    result = start(forked, "accelerator", tmp_path / "run", "--param_dtype=float64", launcher_flags=flags)
+    assert result.exit_code == EXIT_USER_ERROR
+    assert result.output.startswith("error: --param_dtype float64 contradicts mixed_precision bf16")
+    assert "--mixed_precision no" in result.output and not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("num_gpus", "num_processes"), [(1, 2), (4, 8)])
+def test_fewer_gpus_than_processes(num_gpus: int, num_processes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(num_processes))
+    with pytest.raises(UserError, match=f"{num_processes} processes .*{num_gpus} GPUs; .*--num_processes {num_gpus}"):
+        launch._check_devices(on_cpu=False)
+    launch._check_devices(on_cpu=True)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(num_gpus))
+    launch._check_devices(on_cpu=False)
+
+
+def test_bf16_must_be_native(monkeypatch: pytest.MonkeyPatch) -> None:
+    args = TrainArguments()
+
+    def device(has_bf16: bool, nccl: tuple[int, int, int]) -> None:
+        def is_bf16_supported(including_emulation: bool = True) -> bool:
+            return has_bf16 or including_emulation
+
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported", is_bf16_supported)
+        monkeypatch.setattr(torch.cuda.nccl, "version", lambda: nccl)
+
+    device(has_bf16=False, nccl=(2, 27, 3))
+    for arguments, precision in ((args, "bf16"), (TrainArguments(param_dtype="bf16"), "no")):
+        with pytest.raises(UserError, match=r"Tesla T4 \(compute capability 7\.5\) has no native bf16; .*precision no"):
+            launch._check_precision(arguments, precision, on_cpu=False)
+    launch._check_precision(args, "no", on_cpu=False)
+    launch._check_precision(args, "bf16", on_cpu=True)
+    device(has_bf16=True, nccl=(2, 9, 8))
+    with pytest.raises(UserError, match="NCCL"):
+        launch._check_precision(args, "bf16", on_cpu=False)
+    device(has_bf16=True, nccl=(2, 10, 3))
+    launch._check_precision(args, "bf16", on_cpu=False)
+
+
+def test_the_banner_is_shown_once_and_names_what_is_in_effect(forked: ForkedParent, tmp_path: Path) -> None:
+    result = start(forked, "banner", tmp_path / "run", config="fsdp_full_shard", launcher_flags=())
+    assert result.exit_code == 0, result.output
+    assert result.output.count("== test_launch ") == 1
+    rows = dict(line.split(maxsplit=1) for line in result.output.splitlines()[1:])
+    assert rows["strategy"].startswith("FSDP2") and rows["processes"] == "2 on cpu"
+    assert "over gloo" in rows["substituted"] and rows["model"] == "a model" and "empty" not in rows
+    assert f"torch {torch.__version__}" in rows["libraries"]
+    if launch._cpu_computes("bf16"):
+        assert "compute bfloat16" in rows["precision"]
+    else:
+        assert "compute float32" in rows["precision"] and "bf16 computed in float32" in rows["substituted"]
+
+
+def test_arguments_in_effect_are_written(forked: ForkedParent, tmp_path: Path) -> None:
+    """By whichever step claims the folder; a run that got as far as its first metrics has it."""
+    result = start(forked, "done", tmp_path / "run", "--param_dtype=bf16")
+    assert result.exit_code == 0, result.output
+    if (tmp_path / "run").exists():
+        written = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
+        assert written == TrainArguments(output_dir=str(tmp_path / "run"), param_dtype="bfloat16").to_dict()
+
+
+@pytest.mark.parametrize(
+    ("precision", "settings", "compute", "reduce"),
+    [
+        ("no", {}, torch.float32, torch.float32),
+        ("bf16", {}, torch.bfloat16, torch.float32),
+        ("fp16", {}, torch.float16, torch.float32),
+        ("fp8", {}, torch.bfloat16, torch.float32),
+        ("no", {"param_dtype": "float64"}, torch.float64, torch.float64),
+        ("no", {"param_dtype": "bf16"}, torch.bfloat16, torch.float32),
+        ("bf16", {"reduce_dtype": "bf16"}, torch.bfloat16, torch.bfloat16),
+    ],
+)
+def test_types(precision: str, settings: dict[str, Any], compute: torch.dtype, reduce: torch.dtype) -> None:
+    args, strategy = TrainArguments(**settings), Strategy("fsdp2", precision)
+    assert compute_dtype(args, strategy) == compute
+    assert reduce_dtype(args, strategy) == reduce
+    assert param_dtype(args) == getattr(torch, args.param_dtype)
+
+
+if __name__ == "__main__":
+    run(main)

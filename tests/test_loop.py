@@ -1,0 +1,124 @@
+"""The loop's parts that need no launch: cadence, the logging window, steps that are left out."""
+
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from common.arguments import TrainArguments
+from common.loop import HostValue, StepResult, _Window, is_due, is_save_due, train_step
+
+
+class Arguments(TrainArguments):
+    presets: ClassVar[tuple[str, str]] = ("", "")
+
+
+def due(function: Any, num_steps: int, *more: Any, **settings: Any) -> list[int]:
+    args = Arguments(**settings)
+    return [step for step in range(1, num_steps + 1) if function(args, step, *more, 4, 22)]
+
+
+def test_saves_are_due_by_steps_by_epochs_and_at_the_end() -> None:
+    assert due(is_save_due, 10, 10, save_strategy="steps", save_steps=4) == [4, 8, 10]
+    # 22 examples in batches of 4: epochs end within the steps 6 and 11.
+    assert due(is_save_due, 13, 13, save_strategy="epoch") == [6, 11, 13]
+    assert due(is_save_due, 13, 13, save_strategy="no") == []
+
+
+def test_evaluations_are_due_by_steps_and_by_parts_of_epochs() -> None:
+    assert due(is_due, 10, eval_strategy="steps", eval_steps=5) == [5, 10]
+    assert due(is_due, 11, eval_strategy="epoch", evals_per_epoch=2) == [3, 6, 9, 11]
+    assert due(is_due, 11, eval_strategy="no") == []
+
+
+class Linear(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+
+def loss_of(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    assert isinstance(model, Linear)
+    return (model.weight * batch["input_ids"].to(torch.float32)).sum() * batch["factor"][0]
+
+
+def batch(factor: float) -> dict[str, torch.Tensor]:
+    ids = torch.tensor([[1, 2, 3]])
+    return {"input_ids": ids, "labels": ids, "factor": torch.tensor([factor])}
+
+
+def step(model: Linear, optimizer: torch.optim.Optimizer, factor: float, **options: Any) -> StepResult:
+    return train_step(
+        Accelerator(cpu=True), model, optimizer, [batch(factor)], max_grad_norm=1.0, loss_fn=loss_of, **options
+    )
+
+
+@pytest.mark.parametrize("factor", [float("nan"), float("inf")])
+def test_a_step_that_is_left_out_changes_nothing(factor: float) -> None:
+    model, other = Linear(), Linear()
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (model, other)]
+    for m, optimizer in zip((model, other), optimizers, strict=True):
+        assert not step(m, optimizer, 1.0, skip_non_finite=True).is_skipped
+    result = step(model, optimizers[0], factor, skip_non_finite=True)
+    assert result.is_skipped and not result.grad_norm.isfinite()
+    for m, optimizer in zip((model, other), optimizers, strict=True):
+        step(m, optimizer, 2.0, skip_non_finite=True)
+    assert torch.equal(model.weight, other.weight)
+    step(model, optimizers[0], factor)
+    assert model.weight.isnan().all(), "without the option the step is taken, and the loop ends the run"
+
+
+def test_votes_to_stop_travel_with_the_counts() -> None:
+    model = Linear()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    assert step(model, optimizer, 1.0).num_stop_votes.get() == 0
+    result = step(model, optimizer, 1.0, stop_vote=True)
+    assert result.num_stop_votes.get() == 1
+    assert result.num_tokens == 3
+
+
+def result(loss: float, num_tokens: int, is_skipped: bool = False) -> StepResult:
+    votes = HostValue(torch.tensor(0))
+    return StepResult(torch.tensor(loss), torch.tensor(1.0), torch.tensor(num_tokens), votes, is_skipped)
+
+
+def window(num_processes: int = 1, process_index: int = 0) -> _Window:
+    accelerator: Any = SimpleNamespace(
+        device=torch.device("cpu"), num_processes=num_processes, process_index=process_index
+    )
+    return _Window(accelerator)
+
+
+def test_a_window_that_goes_on_equals_one_that_was_not_interrupted() -> None:
+    losses = [0.1, 1e-9, 3.7, 2e5, 0.3]
+    whole, first, second = window(), window(), window()
+    for loss in losses:
+        whole.add(result(loss, 7))
+    for loss in losses[:2]:
+        first.add(result(loss, 7))
+    second.restore(first.state())
+    for loss in losses[2:]:
+        second.add(result(loss, 7))
+    assert second.read() == whole.read()
+    assert whole.read()[1] == 35
+
+
+def test_a_window_of_other_processes_keeps_its_sum() -> None:
+    state = {"num_steps": 2, "losses": [1.5, 2.5], "num_tokens": 9}
+    same = [window(2, index) for index in range(2)]
+    more = [window(3, index) for index in range(3)]
+    for part in (*same, *more):
+        part.restore(state)
+    assert [part.loss.item() for part in same] == [1.5, 2.5]
+    assert [part.loss.item() for part in more] == [4.0, 0.0, 0.0]
+
+
+def test_a_step_that_is_left_out_counts_for_tokens_only() -> None:
+    one = window()
+    one.add(result(float("nan"), 5, is_skipped=True))
+    assert one.read()[0] != one.read()[0] and one.read()[1] == 5, "no loss at all"
+    one.add(result(2.0, 5))
+    assert one.read() == (2.0, 10)
