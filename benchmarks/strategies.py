@@ -69,8 +69,8 @@ def main() -> None:
         step = statistics.median(line["step_seconds"] for line in steady)
         peak = max(line.get("peak_memory_gib", 0.0) for line in lines)
         print(
-            f"{config:<26} {lines[0]['loss']:>8.4f} {lines[-1]['loss']:>9.4f} {lines[0]['grad_norm']:>7.4f} {speed:>9,.0f} "
-            f"{step:>7.3f} {peak:>9.2f} {seconds:>6.0f}",
+            f"{config:<26} {lines[0]['loss']:>8.4f} {lines[-1]['loss']:>9.4f} {lines[0]['grad_norm']:>7.4f} "
+            f"{speed:>9,.0f} {step:>7.3f} {peak:>9.2f} {seconds:>6.0f}",
             flush=True,
         )
 

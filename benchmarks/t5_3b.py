@@ -71,8 +71,9 @@ def main() -> None:
         rows.append(
             f"{config:<24} {median('tokens_per_second_per_device'):>9,.0f} {100 * median('mfu'):>6.1f} "
             f"{median('step_seconds'):>8.3f} {max(line['peak_memory_gib'] for line in train):>9.1f} "
-            f"{max(line['peak_reserved_gib'] for line in train):>9.1f} {train[0]['loss']:>7.3f} {train[-1]['loss']:>7.3f} "
-            f"{evaluation['eval_loss']:>7.3f} {evaluation['eval_rougeLsum']:>8.4f} {seconds:>6.0f}"
+            f"{max(line['peak_reserved_gib'] for line in train):>9.1f} {train[0]['loss']:>7.3f} "
+            f"{train[-1]['loss']:>7.3f} {evaluation['eval_loss']:>7.3f} "
+            f"{evaluation['eval_rougeLsum']:>8.4f} {seconds:>6.0f}"
         )
     print(
         f"{'config':<24} {'tok/s/GPU':>9} {'MFU %':>6} {'s/step':>8} {'peak GiB':>9} {'resv GiB':>9} {'loss':>7} "

@@ -49,7 +49,8 @@ class RunArguments:
     show_samples: int = arg(0, "Print this many training examples: cleaned input and labels.")
     deterministic: bool = arg(False, "Deterministic kernels (slower on GPUs): needed there for bit-exact repetition.")
     accelerate_config: str | None = arg(
-        None, "accelerate YAML for torchrun and mpiexec (or ACCELERATE_CONFIG_FILE); accelerate launch has --config_file."
+        None,
+        "accelerate YAML for torchrun and mpiexec (or ACCELERATE_CONFIG_FILE); accelerate launch has --config_file.",
     )
     ddp_timeout: int = arg(1800, "Seconds after which a collective that some process never joins is an error.")
     debug: bool = arg(False, "Show tracebacks of user errors too.")
@@ -271,7 +272,9 @@ def parse_args(recipe: type[Arguments], argv: Sequence[str] | None = None) -> Ar
     preset, reason = _find_preset(recipe, namespace.config)
     if preset is not None:
         defaults = _read_preset(parser, preset)
-        if namespace.model_config_path or namespace.model_name_or_path:  # a flag replaces the preset's model, of either kind
+        if (
+            namespace.model_config_path or namespace.model_name_or_path
+        ):  # a flag replaces the preset's model, of either kind
             defaults.pop("model_config_path", None)
             defaults.pop("model_name_or_path", None)
         if namespace.model_name_or_path:  # which has its own tokenizer
@@ -293,12 +296,12 @@ def _build_parser(recipe: type[TrainArguments]) -> _Parser:
     for base in recipe.__mro__:
         own = [f for f in dataclasses.fields(base) if f.name in base.__annotations__] if base is not object else []
         if own:
-            title = getattr(base, "_argument_group_name") if base.__bases__ == (object,) else "recipe"
+            title = str(vars(base)["_argument_group_name"]) if base.__bases__ == (object,) else "recipe"
             # A dataclass with the base's own fields alone, because HfArgumentParser adds inherited ones again.
             group = dataclasses.make_dataclass(
                 base.__name__, [(f.name, f.type, field(default=f.default, metadata=f.metadata)) for f in own]
             )
-            group._argument_group_name = title
+            group._argument_group_name = title  # type: ignore[attr-defined]
             groups.append(group)
     return _Parser(groups)
 
@@ -328,7 +331,7 @@ def _read_preset(parser: _Parser, path: Path) -> dict[str, Any]:
     if content is None:
         return {}
     if not isinstance(content, yaml.MappingNode):
-        raise UserError(f"{path}: expected lines of `key: value`, found a {content.id}.")
+        raise UserError(f"{path}: expected lines of `key: value`, found a {content.tag.rpartition(':')[2]}.")
     optional = {action.dest: action.default is None for action in parser._actions}
     known = optional.keys() - {"help", "config"}
     values: dict[str, Any] = {}
@@ -401,8 +404,8 @@ def plan_batch(args: BatchArguments, num_processes: int) -> BatchPlan:
         works = f"{below} or {above}" if below else f"{above}"
         hint = ""
         if per_device is not None and total % num_processes == 0:
-            share = total // num_processes
-            nearest = min((d for d in range(1, share + 1) if share % d == 0), key=lambda d: (abs(d - per_device), d))
+            share, wanted = total // num_processes, per_device
+            nearest = min((d for d in range(1, share + 1) if share % d == 0), key=lambda d: (abs(d - wanted), d))
             hint = f", or --per_device_train_batch_size {nearest}"
         raise UserError(
             f"--total_batch_size {total} is not a multiple of {what} = {unit}; nearest that work: "

@@ -268,7 +268,8 @@ def _data_hash(dataset: Dataset, lengths: np.ndarray | None) -> str:
     if lengths is not None:
         digest.update(np.ascontiguousarray(lengths, dtype=np.int64).tobytes())
     for index in np.linspace(0, len(dataset) - 1, min(len(dataset), 256)).astype(int).tolist():
-        digest.update(json.dumps(dataset[index], sort_keys=True, default=str).encode())
+        row = {key: np.asarray(value).tolist() for key, value in dataset[index].items()}
+        digest.update(json.dumps(row, sort_keys=True).encode())
     return digest.hexdigest()
 
 

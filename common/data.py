@@ -459,8 +459,8 @@ def tokenize(
 def _fingerprint(dataset: Dataset, function: Callable[..., Any], *settings: Any) -> str:
     """Name of the result in the cache: what the rows were, the files that the code stands in, and the settings.
 
-    Not `datasets`' own hash of the function: for a function of the script itself it pickles all that the script imports,
-    which fails with some versions of the libraries, and then each process would have another name.
+    Not `datasets`' own hash of the function: for a function of the script itself it pickles all that the script
+    imports, which fails with some versions of the libraries, and then each process would have another name.
     """
     code = {Path(__file__)}
     values: list[Any] = list(settings)

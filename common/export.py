@@ -4,6 +4,7 @@ import json
 import shutil
 import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -34,8 +35,8 @@ def export_model(
     # FSDP1's state dict crashes on the CPU when it is to be offloaded to where it is already.
     options = StateDictOptions(full_state_dict=True, cpu_offload=accelerator.device.type != "cpu")
     # DDP's own module prefix would make tied weights look missing.
-    source = base_model(model) if isinstance(model, DistributedDataParallel) else model
-    state = get_model_state_dict(source, options=options)
+    gathered_from = base_model(model) if isinstance(model, DistributedDataParallel) else model
+    state: dict[str, Any] = get_model_state_dict(gathered_from, options=options)
     if accelerator.is_main_process:
         for name, source in (base_model(model).all_tied_weights_keys or {}).items():
             if not torch.equal(state[name], state[source]):

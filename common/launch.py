@@ -160,8 +160,8 @@ def build_accelerator(args: TrainArguments) -> tuple[Accelerator, Strategy]:
     substitutions = []
     ram_efficient_loading = _flag("FSDP_CPU_RAM_EFFICIENT_LOADING", default=True)
     if requested in ("fsdp1", "fsdp2"):
-        # Loading is ours: every process reads its own slices of a checkpoint. accelerate's and transformers' way, rank 0
-        # alone reading and broadcasting, is switched off, because it leaves the other processes with empty weights.
+        # Loading is ours: every process reads its own slices of a checkpoint. accelerate's and transformers' way, rank
+        # 0 alone reading and broadcasting, is switched off, because it leaves the other processes with empty weights.
         os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
         os.environ["FSDP_SYNC_MODULE_STATES"] = "false"
         if on_cpu and _flag("FSDP_OFFLOAD_PARAMS"):
@@ -188,7 +188,7 @@ def build_accelerator(args: TrainArguments) -> tuple[Accelerator, Strategy]:
         # accelerate joins no group for one process, but FSDP needs one.
         dist.init_process_group("gloo", timeout=timeout)
         substitutions.insert(0, "rehearsal on the CPU over gloo: real sharding, no GPU")
-    # Read by us and hidden from accelerate, which drops prefetch under FSDP2 with a warning and builds no mesh on a CPU.
+    # Read by us and hidden from accelerate, which drops prefetch under FSDP2 and builds no mesh on a CPU.
     backward_prefetch = _hide("FSDP_BACKWARD_PREFETCH") if requested == "fsdp2" else None
     forward_prefetch = requested == "fsdp2" and _flag("FSDP_FORWARD_PREFETCH")
     replicas = _replicas(num_processes)
@@ -268,8 +268,8 @@ def _replicas(num_processes: int) -> int:
     shard = int(os.environ.get("PARALLELISM_CONFIG_DP_SHARD_SIZE", "1"))
     if replicate * shard != num_processes:
         raise UserError(
-            f"parallelism_config: dp_replicate_size {replicate} x dp_shard_size {shard} = {replicate * shard}, but there "
-            f"are {num_processes} processes; launch with --num_processes {replicate * shard} or change the sizes."
+            f"parallelism_config: dp_replicate_size {replicate} x dp_shard_size {shard} = {replicate * shard}, but "
+            f"there are {num_processes} processes; launch with --num_processes {replicate * shard} or change the sizes."
         )
     return replicate
 
@@ -290,7 +290,9 @@ def _check_precision(args: TrainArguments, mixed_precision: str, on_cpu: bool) -
             "add --mixed_precision no before the script's name."
         )
     if args.param_dtype != "float32" and mixed_precision == "fp16":
-        raise UserError(f"--param_dtype {args.param_dtype} contradicts mixed_precision fp16, which needs float32 parameters.")
+        raise UserError(
+            f"--param_dtype {args.param_dtype} contradicts mixed_precision fp16, which needs float32 parameters."
+        )
     if mixed_precision == "fp8":
         _check_fp8(on_cpu)
     if on_cpu or "bf16" not in (mixed_precision, args.param_dtype.replace("bfloat16", "bf16")):

@@ -90,8 +90,8 @@ def train_step(
 
     The loss is the sum of token losses over the number of target tokens of the whole global batch, so how the batch is
     cut into processes and micro-batches does not change the gradient. Nothing here waits for the device, except with
-    skip_non_finite and in fp16, which leave out the update when the gradient is not finite. stop_vote: this process has been asked
-    to stop; the votes travel with the counts.
+    skip_non_finite and in fp16, which leave out the update when the gradient is not finite. stop_vote: this process has
+    been asked to stop; the votes travel with the counts.
     """
     sums = [sum(_count(batch)[i] for batch in micro_batches) for i in range(2)]
     counts = torch.tensor([*sums, int(stop_vote)], dtype=torch.int64)
@@ -267,7 +267,7 @@ def train(
                 stop_vote=stop.is_requested,
                 skip_non_finite=args.max_skipped_steps > 0,
             )
-            learning_rate = scheduler.get_last_lr()[0]
+            learning_rate = float(scheduler.get_last_lr()[0])
             scheduler.step()
             progress.step += 1
             window.add(result)
@@ -290,7 +290,7 @@ def train(
                 progress.num_tokens += num_tokens
                 metrics: dict[str, float] = {
                     "loss": loss,
-                    "grad_norm": result.grad_norm.item(),
+                    "grad_norm": float(result.grad_norm.item()),
                     "learning_rate": learning_rate,
                     "num_tokens": progress.num_tokens,
                     **throughput.report(),

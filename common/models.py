@@ -51,10 +51,10 @@ class WeightSource:
                 raise UserError(
                     f"{index}: no readable index of weights: {_one_line(error)}; download it again."
                 ) from error
-        stored = {}
+        stored: dict[str, Any] = {}
         for name in names:
             try:
-                file = safe_open(name, framework="pt")  # type: ignore[no-untyped-call]
+                file = safe_open(name, framework="pt")
             except SafetensorError as error:
                 raise UserError(
                     f"{name}: no readable weights: {_one_line(error)}; download the file again (is it cut short, or a "

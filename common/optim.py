@@ -18,8 +18,9 @@ def build_optimizer(model: nn.Module, args: OptimizerArguments) -> torch.optim.O
 
     Groups follow from the owning module and the names, not from the parameter's shape: FSDP1 flattens parameters.
     """
-    decayed, plain = [], []
-    seen = set()
+    decayed: list[nn.Parameter] = []
+    plain: list[nn.Parameter] = []
+    seen: set[nn.Parameter] = set()
     for path, module in model.named_modules():
         is_norm = "norm" in type(module).__name__.lower()
         for name, parameter in module.named_parameters(recurse=False):
@@ -58,7 +59,7 @@ class _Adafactor(torch.optim.Adafactor):
 
 
 class _SumOverProcesses(TorchFunctionMode):
-    """Finishes norms over the split dimension at once: torch's Adafactor squares them in place, which parts cannot be."""
+    """Finishes norms over the split dimension at once: torch's Adafactor squares them in place, parts cannot be."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -98,7 +99,7 @@ def build_scheduler(
 
 @dataclass
 class LossScale:
-    """Factor on the loss that keeps small fp16 gradients from vanishing; it halves on overflow and doubles after a while.
+    """Factor on the loss that keeps small fp16 gradients from vanishing; halved on overflow, doubled after a while.
 
     Not torch's GradScaler: it looks for overflow in this process's gradients alone, and under FSDP each process has
     other pieces. The gradient norm is the same everywhere, and not finite when any piece is not.

@@ -2,8 +2,8 @@
 
 The one place that knows the FSDP versions. Settings come from accelerate's reading of the YAML; the sharding itself is
 applied with torch's own functions, because the order matters: a block's `forward` is replaced by its checkpointed (and
-compiled) form, so the block keeps its class, its state-dict keys stay clean, and FSDP's hooks, which sit on the module's
-`__call__`, stay outside the recomputed and compiled region.
+compiled) form, so the block keeps its class, its state-dict keys stay clean, and FSDP's hooks, which sit on the
+module's `__call__`, stay outside the recomputed and compiled region.
 """
 
 import functools
@@ -70,13 +70,15 @@ def prepare_model(
         convert_to_fp8(model, blocks, strategy.fp8_options)
     if args.param_dtype == "float64":
         for module in (model, *blocks):  # blocks too: checkpointing runs them again outside the model's forward
-            module.forward = _StayInFloat64.within(module.forward)  # type: ignore[method-assign]
+            module.forward = _StayInFloat64.within(module.forward)
     for block in blocks:
         _replace_forward(block, bool(recompute), offload_activations, strategy.compile_options)
     model.to(param_dtype(args))
     names = {parameter: name for name, parameter in model.named_parameters()}  # tied parameters: their first name
-    fill = functools.partial(_fill_module, names=names, weights=weights, device=accelerator.device, filled={})
-    if weights and strategy.is_fsdp and not strategy.ram_efficient_loading:
+    fill = None
+    if weights:
+        fill = functools.partial(_fill_module, names=names, weights=weights, device=accelerator.device, filled={})
+    if fill and strategy.is_fsdp and not strategy.ram_efficient_loading:
         for module in model.modules():
             fill(module, device=torch.device("cpu"))
         weights = None
@@ -86,7 +88,7 @@ def prepare_model(
     elif strategy.kind == "fsdp1":
         prepared = _wrap_fsdp1(model, blocks, fill if weights else None, args, accelerator, strategy)
     else:
-        prepared = _replicate(model, fill if weights else None, args, accelerator, strategy)
+        prepared = _replicate(model, fill, args, accelerator, strategy)
     wrong = {p.dtype for p in prepared.parameters() if p.requires_grad} - {param_dtype(args)}
     assert not wrong, f"trainable parameters of {wrong} instead of {args.param_dtype}"
     if strategy.kind != "fsdp1":  # whose parameters are pieces now
@@ -108,7 +110,9 @@ def _check_refinements(args: TrainArguments, strategy: Strategy) -> None:
     for name, kinds in acts_under.items():
         if getattr(args, name) is not None and strategy.kind not in kinds:
             versions = " and ".join(kind.upper() for kind in kinds)
-            raise UserError(f"--{name} acts under {versions} only, and this run is {strategy.describe()}; drop the flag.")
+            raise UserError(
+                f"--{name} acts under {versions} only, and this run is {strategy.describe()}; drop the flag."
+            )
     if args.gradient_checkpointing and strategy.is_fsdp:
         raise UserError(
             "--gradient_checkpointing: under FSDP the YAML's fsdp_activation_checkpointing decides; drop the flag."
@@ -155,7 +159,7 @@ def _replicate(
     dtype = compute_dtype(args, strategy)
     if dtype != param_dtype(args):
         # No wrapper of accelerate: its conversion of all outputs to float32 would double the memory of the logits.
-        model.forward = torch.autocast(accelerator.device.type, dtype)(model.forward)  # type: ignore[method-assign]
+        model.forward = torch.autocast(accelerator.device.type, dtype)(model.forward)
     if strategy.kind == "single":
         return model
     device_ids = [accelerator.device] if accelerator.device.type == "cuda" else None
@@ -163,7 +167,7 @@ def _replicate(
 
 
 def find_blocks(model: PreTrainedModel, strategy: Strategy) -> list[nn.Module]:
-    """Modules that are checkpointed and compiled, and sharded as a unit: the YAML's classes, else the model's own blocks.
+    """Modules that are checkpointed, compiled and sharded as a unit: the YAML's classes, else the model's blocks.
 
     Raises `UserError` when a class is not in the model, naming the candidates.
     """
@@ -187,8 +191,8 @@ def find_blocks(model: PreTrainedModel, strategy: Strategy) -> list[nn.Module]:
 def find_units(model: PreTrainedModel, blocks: list[nn.Module], strategy: Strategy) -> list[nn.Module]:
     """Modules that are gathered on their own besides the root, in the order in which they run.
 
-    The blocks (transformer-based wrapping), none (no wrapping), or by size, as torch's size_based_auto_wrap_policy does:
-    modules with at least fsdp_min_num_params parameters that are in no smaller unit.
+    The blocks (transformer-based wrapping), none (no wrapping), or by size, as torch's size_based_auto_wrap_policy
+    does: modules with at least fsdp_min_num_params parameters that are in no smaller unit.
     """
     assert strategy.plugin is not None
     policy = strategy.plugin.auto_wrap_policy
@@ -248,7 +252,7 @@ def _replace_forward(
         # generate() passes caches of growing length, which would recompile at each token.
         return (fast if block.training else plain)(*inputs, **kwargs)
 
-    block.forward = forward  # type: ignore[method-assign]
+    block.forward = forward
 
 
 class _OffloadInputs:
@@ -304,7 +308,9 @@ def _fully_shard(
         "mp_policy": MixedPrecisionPolicy(
             param_dtype=dtype if dtype != param_dtype(args) else None, reduce_dtype=reduce_dtype(args, strategy)
         ),
-        "offload_policy": CPUOffloadPolicy(pin_memory=accelerator.device.type == "cuda") if offload else OffloadPolicy(),
+        "offload_policy": CPUOffloadPolicy(pin_memory=accelerator.device.type == "cuda")
+        if offload
+        else OffloadPolicy(),
     }
     reshard_after_forward = bool(plugin.reshard_after_forward)
     # Non-persistent buffers (rotary frequencies) have their values already and are in no checkpoint.
@@ -357,7 +363,7 @@ def _parent(model: nn.Module, module: nn.Module) -> str:
 
 
 def _set_prefetch(units: list[Any], depth: int, strategy: Strategy) -> None:
-    """Which units are gathered while one runs: FSDP2's own order without keys in the YAML, else explicitly `depth` ahead."""
+    """Which units are gathered while one runs: FSDP2's own choice without keys in the YAML, else `depth` ahead."""
     if strategy.forward_prefetch:
         for index, unit in enumerate(units):
             unit.set_modules_to_forward_prefetch(units[index + 1 : index + 1 + depth])
@@ -402,7 +408,8 @@ def _wrap_fsdp1(
     assert plugin is not None
     if not plugin.use_orig_params:
         raise UserError(
-            "fsdp_use_orig_params: false is refused: weight decay, exact resume and export need parameters by name; set it to true."
+            "fsdp_use_orig_params: false is refused: weight decay, exact resume and export need parameters by name; "
+            "set it to true."
         )
     units = set(find_units(model, blocks, strategy))
     dtype = compute_dtype(args, strategy)
@@ -464,8 +471,8 @@ def base_model(model: nn.Module) -> PreTrainedModel:
 def gradient_sync(model: nn.Module, is_last_micro_batch: bool) -> AbstractContextManager[Any]:
     """Context of a micro-batch's backward pass.
 
-    DDP sums gradients once a step. FSDP reduces them in every micro-batch: waiting would keep unsharded gradients, which
-    is the memory that sharding is there to save.
+    DDP sums gradients once a step. FSDP reduces them in every micro-batch: waiting would keep unsharded gradients,
+    which is the memory that sharding is there to save.
     """
     if isinstance(model, DistributedDataParallel) and not is_last_micro_batch:
         return model.no_sync()

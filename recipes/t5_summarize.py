@@ -178,9 +178,10 @@ def tokenize_articles(args: T5Arguments, tokenizer: PreTrainedTokenizerBase, row
 
 def evaluate(
     args: T5Arguments, accelerator: Accelerator, model: nn.Module, tokenizer: PreTrainedTokenizerBase, rows: Dataset,
-    batches: data.EvalBatches, rouge_batches: data.EvalBatches | None,
+    batches: data.EvalBatches | None, rouge_batches: data.EvalBatches | None,
 ) -> dict[str, float]:  # fmt: skip
     """Validation loss, token accuracy, and ROUGE of generated summaries, of which two are shown."""
+    assert batches is not None  # there is always a validation example
     metrics = loss_and_accuracy(sum_over_dataset(accelerator, model, batches, token_statistics))
     if rouge_batches is None:
         return metrics
@@ -226,8 +227,8 @@ def main() -> None:
     peak_flops = peak_flops_per_second(accelerator.device, compute_dtype(args, strategy))
 
     banner(
-        args, accelerator, strategy, model=description, sharding=describe_units(model), batch=f"{plan}, {num_steps} steps",
-        data=data.describe(train_data, eval_data, left_out),
+        args, accelerator, strategy, model=description, sharding=describe_units(model),
+        batch=f"{plan}, {num_steps} steps", data=data.describe(train_data, eval_data, left_out),
     )  # fmt: skip
     data.show_samples(accelerator, args.show_samples, train_data, tokenizer)
     train(

@@ -44,7 +44,7 @@ def test_export_equals_the_run_s_own(run_folder: Path, tmp_path: Path, capsys: p
     files = sorted(output.glob("*.safetensors"))
     assert len(files) > 1
     index = json.loads((output / "model.safetensors.index.json").read_text())
-    stored = {}
+    stored: dict[str, object] = {}
     for file in files:
         with safe_open(file, framework="pt") as tensors:
             assert tensors.metadata() == {"format": "pt"}

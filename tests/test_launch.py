@@ -32,7 +32,7 @@ NO = ("--mixed_precision", "no")
 
 
 def start(forked: ForkedParent, what: str, out: Path, *flags: str, **options: Any) -> Result:
-    options = {"config": "ddp", "num_processes": 2, "launcher_flags": NO, "timeout": 60} | options
+    options: dict[str, Any] = {"config": "ddp", "num_processes": 2, "launcher_flags": NO, "timeout": 60} | options
     return forked.run(__file__, what, str(out), *flags, **options)
 
 

@@ -94,7 +94,7 @@ def test_checkpointing_draws_the_same_dropout_masks(kind: str) -> None:
 
 def test_checkpointing_runs_the_blocks_again() -> None:
     def runs(**settings: Any) -> int:
-        model = prepare(make_model("llama", 0.0), **settings)
+        model: Any = prepare(make_model("llama", 0.0), **settings)
         seen: list[torch.Tensor] = []
         model.model.layers[1].self_attn.register_forward_hook(lambda module, inputs, output: seen.append(output[0]))
         token_loss(model, batch("llama")).backward()

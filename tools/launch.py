@@ -157,7 +157,9 @@ def check(args: argparse.Namespace) -> None:
         raise ValueError(f"--config_file {path}: {' '.join(str(error).split())}") from error
 
     if (args.mixed_precision or config.mixed_precision) == "fp8" and importlib.util.find_spec("torchao") is None:
-        raise ValueError(f"{path}: mixed_precision fp8 needs the package torchao (pip install torchao) and a GPU with fp8")
+        raise ValueError(
+            f"{path}: mixed_precision fp8 needs the package torchao (pip install torchao) and a GPU with fp8"
+        )
     num_processes = args.num_processes or config.num_processes
     num_machines = args.num_machines or config.num_machines
     if num_processes < 1:

@@ -80,7 +80,7 @@ def watch_evaluation(self: EvalBatches) -> Any:
 if wanted_rank == os.environ.get("RANK", "0"):
     call, batches = nn.Module.__call__, EvalBatches.__iter__
     sys.addaudithook(watch_files)
-    os.fsync = watch_flushes
+    os.fsync = watch_flushes  # type: ignore[assignment]
     nn.Module.__call__ = watch_forward  # type: ignore[method-assign]
     EvalBatches.__iter__ = watch_evaluation  # type: ignore[method-assign]
 runpy.run_path(sys.argv[0], run_name="__main__")

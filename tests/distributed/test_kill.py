@@ -74,7 +74,7 @@ def kill_and_resume(
     """Kill the run `num_kills` times, each time going on from the latest checkpoint, and let it end."""
     generator = random.Random(seed)
     resume = ["--resume_from_checkpoint=latest", *(["--async_save"] if seed % 2 else [])]
-    killed = []
+    killed: list[object] = []
     while len(killed) < num_kills:
         moment = random_moment(generator)
         result = interrupt(forked, output, moment, "kill", *KILLED_RUN, *resume)

@@ -1,4 +1,4 @@
-"""The same numbers under every strategy, process count and split of the batch, through the real recipes and YAML files."""
+"""The same numbers under every strategy, process count and split of the batch: real recipe, real YAML files."""
 
 import contextlib
 import importlib.util
@@ -18,10 +18,17 @@ from tests.forked import ForkedParent
 
 RECIPE = REPOSITORY / "recipes" / "t5_summarize.py"
 # The demo preset, less what makes it long; no dropout, because its masks depend on how the batch is cut.
-FLAGS = (
-    "--config_overrides=dropout_rate=0.0 --total_batch_size=8 --max_source_length=64 --max_target_length=32 "
-    "--rouge_samples=0 --eval_strategy=no --logging_steps=1 --learning_rate=1e-2"
-).split()
+FLAGS = [
+    "--config_overrides=dropout_rate=0.0",
+    "--total_batch_size=8",
+    "--max_source_length=64",
+    "--max_target_length=32",
+    "--rouge_samples=0",
+    "--eval_strategy=no",
+    "--save_strategy=no",
+    "--logging_steps=1",
+    "--learning_rate=1e-2",
+]
 TIED = ("shared.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight", "lm_head.weight")
 
 
