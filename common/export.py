@@ -46,8 +46,12 @@ def export_model(
             del state[name]  # gathered twice, these are copies, which save_pretrained would not know for ties
         temporary = folder.with_name(folder.name + ".tmp")
         shutil.rmtree(temporary, ignore_errors=True)
-        base_model(model).save_pretrained(temporary, state_dict=state)
-        tokenizer.save_pretrained(temporary)
+        try:
+            base_model(model).save_pretrained(temporary, state_dict=state)
+            tokenizer.save_pretrained(temporary)
+        except Exception:  # a full disk would stay full
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
         shutil.rmtree(folder, ignore_errors=True)
         temporary.rename(folder)
     accelerator.wait_for_everyone()

@@ -119,6 +119,8 @@ def run(main: Callable[[], None]) -> NoReturn:
         code, message = EXIT_ERROR, "interrupted\n"
     except Exception as error:
         code, message = EXIT_ERROR, traceback.format_exc()
+        if "No space left on device" in str(error) and not show_traceback:
+            message = f"error: {' '.join(str(error).split())}\n"
         if _is_lost_connection(error):
             # Another process has gone; its own error is the one to see, and the launcher is about to end this one, or
             # has tried to by the signal that asks for a stop.
@@ -370,10 +372,10 @@ def _claim_output_dir(args: TrainArguments, accelerator: Accelerator) -> None:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
         try:
             folder.mkdir(parents=True, exist_ok=True)
+            if not args.resume_from_checkpoint:  # else once the checkpoint is known to be this run's
+                write_config(args)
         except OSError as error:
-            raise UserError(f"--output_dir {folder}: cannot be created: {error}") from error
-        if not args.resume_from_checkpoint:  # else once the checkpoint is known to be this run's
-            write_config(args)
+            raise UserError(f"--output_dir {folder}: cannot be written: {error}") from error
     accelerator.wait_for_everyone()
 
 

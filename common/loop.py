@@ -243,6 +243,7 @@ def train(
         checkpoints.finish()
         bar.close()
         log.finish()
+        accelerator.wait_for_everyone()  # the first to leave ends the others
         raise Stopped(
             f"stopped by {stop.reason} at step {progress.step}: {checkpoints.last_complete()}; "
             "go on with --resume_from_checkpoint latest"

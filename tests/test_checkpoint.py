@@ -1,6 +1,5 @@
 """Checkpoints in one process: complete or absent, checked before use, refused where they are another run's."""
 
-import contextlib
 import copy
 import json
 import os
@@ -9,7 +8,7 @@ import re
 import shutil
 import subprocess
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,6 +27,7 @@ from common.checkpoint import Checkpoints, Incomplete, check_contents, read_chec
 from common.launch import RunFailed, Strategy
 from common.optim import build_optimizer
 from tests.conftest import REPOSITORY
+from tests.tiny import mounted
 
 DATA = Dataset.from_dict({"input_ids": [[i, i + 1] for i in range(10)], "labels": [[i] for i in range(10)]})
 
@@ -591,18 +591,6 @@ def test_room_is_checked_at_each_save(
     with pytest.raises(RunFailed, match=r"step 2 cannot be written: .*free, .* needed.*last complete .*step_00000001"):
         run.save(2)
     assert run.names == ["step_00000001"]
-
-
-@contextlib.contextmanager
-def mounted(folder: Path, options: str) -> Iterator[Path]:
-    folder.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)]
-    if shutil.which("mount") is None or subprocess.run(command, capture_output=True).returncode:
-        pytest.skip("mounting a file system is not permitted here")
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
 @pytest.fixture(params=["sharded", "full", "async"])

@@ -32,8 +32,8 @@ NO = ("--mixed_precision", "no")
 
 
 def start(forked: ForkedParent, what: str, out: Path, *flags: str, **options: Any) -> Result:
-    options: dict[str, Any] = {"config": "ddp", "num_processes": 2, "launcher_flags": NO, "timeout": 60} | options
-    return forked.run(__file__, what, str(out), *flags, **options)
+    defaults: dict[str, Any] = {"config": "ddp", "num_processes": 2, "launcher_flags": NO, "timeout": 60}
+    return forked.run(__file__, what, str(out), *flags, **(defaults | options))
 
 
 # `run`.

@@ -1,8 +1,14 @@
 """The T5 recipe with a model and data so small that a run takes seconds, and what its runs leave."""
 
+import contextlib
 import json
+import shutil
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from tests.conftest import REPOSITORY
 from tests.forked import ForkedParent, Result
@@ -66,3 +72,14 @@ def checkpoint_names(output: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
 
 
+@contextlib.contextmanager
+def mounted(folder: Path, options: str) -> Iterator[Path]:
+    """A file system in memory, as small as the options say; skips the test where mounting is not permitted."""
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)]
+    if shutil.which("mount") is None or subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("mounting a file system is not permitted here")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)

@@ -15,7 +15,7 @@ import pytest
 from common.checkpoint import check_contents, read_checkpoint, step_folders
 from tests.conftest import REPOSITORY
 from tests.forked import CONFIGS, ForkedParent, Result
-from tests.tiny import LAUNCHER_FLAGS, RECIPE, checkpoint_names, flags, lines, saving, series, train
+from tests.tiny import LAUNCHER_FLAGS, RECIPE, checkpoint_names, flags, lines, mounted, saving, series, train
 
 INTERRUPTED = REPOSITORY / "tests" / "distributed" / "interrupted.py"
 NUM_STEPS = 24
@@ -257,12 +257,7 @@ def test_a_rank_that_is_killed_takes_the_others_down(forked: ForkedParent, tmp_p
 
 @pytest.mark.parametrize("more", [[], ["--async_save"]])
 def test_a_full_disk_ends_the_run_in_one_line(more: list[str], forked: ForkedParent, tmp_path: Path) -> None:
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=5m", "tmpfs", str(disk)]
-    if shutil.which("mount") is None or subprocess.run(command, capture_output=True).returncode:
-        pytest.skip("mounting a file system is not permitted here")
-    try:
+    with mounted(tmp_path / "disk", "size=5m") as disk:
         output = disk / "run"
         result = train(forked, output, *saving(1), "--max_steps=20", *more, exit_code=1)
         (error,) = [line for line in result.output.splitlines() if line.startswith("error")]
@@ -272,8 +267,22 @@ def test_a_full_disk_ends_the_run_in_one_line(more: list[str], forked: ForkedPar
         assert "Traceback" not in result.output
         assert checkpoint_names(output)[-1] == f"step_{found[2]}", "what was begun is cleaned up"
         assert_complete(output)
-    finally:
-        subprocess.run(["umount", "--lazy", str(disk)], check=True)
+
+
+def test_a_disk_too_full_for_the_last_weights(forked: ForkedParent, tmp_path: Path) -> None:
+    with mounted(tmp_path / "disk", "size=300k") as disk:
+        output = disk / "run"
+        result = train(forked, output, "--max_steps=2", config="single_device", exit_code=1)
+        (error,) = [line for line in result.output.splitlines() if line.startswith("error")]
+        assert "No space left on device" in error and "Traceback" not in result.output
+        assert {path.name for path in output.iterdir()} == {"config.yaml", "metrics.jsonl"}
+
+
+def test_a_folder_that_cannot_be_written(forked: ForkedParent, tmp_path: Path) -> None:
+    with mounted(tmp_path / "disk", "size=300k,ro") as disk:
+        result = train(forked, disk / "run", "--max_steps=2", config="single_device", exit_code=2)
+        assert re.search(r"^error: --output_dir .*run: cannot be written: .*Read-only", result.output, re.MULTILINE)
+        assert "Traceback" not in result.output
 
 
 @pytest.mark.parametrize("config", ["ddp", "fsdp_full_shard"])
