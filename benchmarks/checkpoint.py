@@ -168,12 +168,12 @@ def worker() -> None:
 
     if args.resume_from_checkpoint:
         results["resume: load into model and optimizer, s"] = timed(
-            lambda: checkpoints.start(model, optimizer, plan, dataset, None, 0)
+            lambda: checkpoints.start(model, optimizer, plan, dataset, None, num_steps=10**6, num_saves=0)
         )
         results["losses"] = train(checkpoints.found.step, NUM_STEPS_COMPARED)[1]
         name = "resumed"
     else:
-        checkpoints.start(model, optimizer, plan, dataset, None, 3)
+        checkpoints.start(model, optimizer, plan, dataset, None, num_steps=10**6, num_saves=3)
         step_seconds = statistics.median(train(0, 8)[0][3:])
         seconds = save(checkpoints, 8)
         folder = checkpoints.folder / "step_00000008"
@@ -191,7 +191,7 @@ def worker() -> None:
         }
         asynchronous = Checkpoints(replace(args, async_save=True), accelerator, strategy, tokenizer)
         results["async: preparation at the start, s"] = timed(
-            lambda: asynchronous.start(model, optimizer, plan, dataset, None, 3)
+            lambda: asynchronous.start(model, optimizer, plan, dataset, None, num_steps=10**6, num_saves=3)
         )
         train(8, 1)
         step = 9

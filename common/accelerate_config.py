@@ -8,7 +8,6 @@ functions: checking files takes a fraction of a second, these imports take secon
 import difflib
 import os
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -945,7 +944,7 @@ def apply_config(path: str | Path) -> None:
 
     # Private names, seen in accelerate 1.15: the launcher's own reading of the file, short of starting processes.
     # Port 0 spares a test whether process 0's port, by now in use, is free.
-    arguments = ["--config_file", str(path), "--main_process_port", "0", sys.argv[0]]
+    arguments = ["--config_file", str(path), "--main_process_port", "0", "script.py"]
     try:
         args, _, _ = _validate_launch_command(launch_command_parser().parse_args(arguments))
         several = args.use_fsdp or args.multi_gpu

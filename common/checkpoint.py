@@ -35,7 +35,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import IO, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import accelerate
 import numpy as np
@@ -368,31 +368,18 @@ def _write_full(path: Path, tensors: Mapping[str, Any], is_main_process: bool) -
     Raises OSError on the main process, after it has taken part in all gathers.
     """
     digests: Digests = {}
-    failure: OSError | None = None
-    with contextlib.ExitStack() as stack:
-        file: IO[bytes] | None = None
-
-        def write(data: Callable[[], Any]) -> None:
-            nonlocal failure
-            try:
-                if file is not None and failure is None:
-                    file.write(data())
-            except OSError as error:
-                failure = error
-
-        if is_main_process:
-            try:
-                file = cast(IO[bytes], stack.enter_context(_HashingFile(path, digests)))
-            except OSError as error:
-                failure = error
-        write(lambda: _safetensors_header(tensors))
-        for tensor in tensors.values():
-            full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-            write(lambda full=full: full.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())  # type: ignore[misc]
-        if failure is not None:
-            with contextlib.suppress(OSError):
-                stack.close()
-            raise failure
+    gathered = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor for tensor in tensors.values())
+    try:
+        with _HashingFile(path, digests) if is_main_process else contextlib.nullcontext() as file:
+            if file is not None:
+                file.write(_safetensors_header(tensors))
+            for tensor in gathered:
+                if file is not None:
+                    file.write(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    except OSError:
+        for _ in gathered:  # the other processes are in these gathers
+            pass
+        raise
     return digests
 
 
@@ -452,6 +439,7 @@ class Checkpoints:
         for message in EXPECTED_WARNINGS:
             warnings.filterwarnings("ignore", message=message)
         self._allowed = _allowed_keys(args)
+        self._only_evaluates = args.max_steps == 0
         # Groups of their own, on the host: saving must not meet the training's collectives, nor wait for the device.
         self._votes, self._saving = self._new_group(), self._new_group()
         self._pending: Future[None] | None = None  # a checkpoint that is being written
@@ -524,7 +512,7 @@ class Checkpoints:
         for folder in folders:
             checkpoint, reason = self._check(folder)
             if checkpoint is not None:
-                if not checkpoint.manifest["has_optimizer"]:
+                if not checkpoint.manifest["has_optimizer"] and not self._only_evaluates:
                     raise UserError(
                         f"{folder} was saved with --save_only_model: without the optimizer's state a run cannot go on "
                         "from it. Export it with tools/export.py, and train from that with --model_name_or_path."
@@ -577,12 +565,16 @@ class Checkpoints:
         plan: BatchPlan,
         dataset: Dataset,
         lengths: np.ndarray | None,
+        *,
+        num_steps: int,
         num_saves: int,
     ) -> dict[str, Any] | None:
         """Take the prepared model and its optimizer; load the checkpoint that was found into them.
 
-        num_saves: checkpoints that the run will write. Returns the `state` that was saved with the one that was found,
-        None for a run from step 0. Raises `UserError` when it is another run's, or there is no room for a new one.
+        With --max_steps 0, which only evaluates, the optimizer and the output folder stay as they are.
+        num_steps: of the whole run. num_saves: checkpoints that it will write. Returns the `state` that was saved with
+        the one that was found, None for a run from step 0. Raises `UserError` when it is another run's or beyond
+        num_steps, or there is no room for a new one.
         """
         self._model, self._optimizer = model, optimizer
         # DDP's own module prefix would make tied weights look missing.
@@ -596,14 +588,17 @@ class Checkpoints:
         del tensors
         self._huggingface_files = _huggingface_files(model, self.tokenizer)
         if self.found:
+            if num_steps < self.found.step and not self._only_evaluates:
+                raise UserError(f"{self.found.folder} is beyond the {num_steps} steps of this run: raise --max_steps.")
             self._refuse_other_run(self.found)
             self._load(self.found)
             self.last_saved_step = self.found.step if self.found.folder.parent == self.folder else None
-        self._together("--output_dir", self._on_main(self._take_over_output_dir))
-        self._check_room(num_saves)
-        if self.args.async_save:
-            self._stager = self._make_stager()
-            optimizer.register_step_pre_hook(self._wait_until_staged)
+        if not self._only_evaluates:
+            self._together("--output_dir", self._on_main(self._take_over_output_dir))
+            self._check_room(num_saves)
+            if self.args.async_save:
+                self._stager = self._make_stager()
+                optimizer.register_step_pre_hook(self._wait_until_staged)
         return self.found.manifest["state"] if self.found else None
 
     def _take_over_output_dir(self) -> None:
@@ -639,6 +634,8 @@ class Checkpoints:
 
     def _refuse_other_run(self, found: Checkpoint) -> None:
         changed = differences(found.manifest["run"], self._run)
+        if self._only_evaluates:
+            changed = {key: text for key, text in changed.items() if key in ("model", "model_config", "tokenizer")}
         refused = {key: text for key, text in changed.items() if key not in self._allowed}
         if refused:
             text = "; ".join(f"{key}: {what}" for key, what in refused.items())
@@ -654,15 +651,21 @@ class Checkpoints:
 
     def _load(self, found: Checkpoint) -> None:
         started = time.perf_counter()
-        self._make_optimizer_state()
         model_state = self._without_ties(get_model_state_dict(self._module))
-        optimizer_state = get_optimizer_state_dict(self._module, self._optimizer)
-        tensors = _flat(model_state, cast(dict[str, Any], optimizer_state["state"]))
-        dcp.load(tensors, storage_reader=found.reader(), process_group=self._saving)  # in place
+        optimizer_state: dict[str, Any] = {"state": {}}
+        if not self._only_evaluates:
+            self._make_optimizer_state()
+            optimizer_state = dict(get_optimizer_state_dict(self._module, self._optimizer))
+        tensors = _flat(model_state, optimizer_state["state"])
+        self._together(  # in place
+            f"{found.folder} cannot be read",
+            lambda: dcp.load(tensors, storage_reader=found.reader(), process_group=self._saving),
+        )
         for name, source in self._ties().items():
             model_state[name] = model_state[source]
         set_model_state_dict(self._module, model_state)
-        set_optimizer_state_dict(self._module, self._optimizer, optimizer_state)
+        if not self._only_evaluates:
+            set_optimizer_state_dict(self._module, self._optimizer, optimizer_state)
         seconds = time.perf_counter() - started
         self.accelerator.print(
             f"going on from {found.folder}: step {found.step}, saved by {found.manifest['world_size']} processes under "

@@ -185,6 +185,11 @@ def build_accelerator(args: TrainArguments) -> tuple[Accelerator, Strategy]:
         # The same graphs are captured; generating and compiling C++ for them takes minutes.
         compile_options["backend"] = "aot_eager"
         substitutions.append("compiled blocks run through aot_eager, without generated code")
+    if requested != "single" and "RANK" not in os.environ:
+        raise UserError(
+            f"the environment asks for {requested.upper()}, but no launcher started this process: use accelerate "
+            "launch --config_file, or torchrun with ACCELERATE_CONFIG_FILE."
+        )
     timeout = timedelta(seconds=args.ddp_timeout)
     if on_cpu and requested != "single" and not dist.is_initialized():
         # accelerate joins no group for one process, but FSDP needs one.
@@ -225,7 +230,7 @@ def build_accelerator(args: TrainArguments) -> tuple[Accelerator, Strategy]:
     accelerator.scaler = LossScale() if compute_precision == "fp16" else None
     _check_effective(accelerator, strategy, num_processes)
     _set_up_process(args, accelerator)
-    _claim_output_dir(args, accelerator)
+    _check_output_dir(args)
     return accelerator, strategy
 
 
@@ -356,7 +361,7 @@ def _set_up_process(args: TrainArguments, accelerator: Accelerator) -> None:
 RUN_FILES = ("config.yaml", "metrics.jsonl", "checkpoints", "model", "best", "report.html")
 
 
-def _claim_output_dir(args: TrainArguments, accelerator: Accelerator) -> None:
+def _check_output_dir(args: TrainArguments) -> None:
     folder = Path(str(args.output_dir))
     found = [name for name in RUN_FILES if (folder / name).exists()]
     if found and not args.resume_from_checkpoint and not args.overwrite_output_dir:
@@ -364,15 +369,21 @@ def _claim_output_dir(args: TrainArguments, accelerator: Accelerator) -> None:
             f"--output_dir {folder} holds another run ({', '.join(found)}): choose another folder, go on with "
             "--resume_from_checkpoint latest, or start afresh with --overwrite_output_dir."
         )
-    accelerator.wait_for_everyone()  # all have looked before anything changes
+
+
+def claim_output_dir(args: TrainArguments, accelerator: Accelerator) -> None:
+    """Make the output folder this run's, which ends an earlier run's files in it; collective.
+
+    Called when everything that can be wrong with the arguments, the data and the model has been seen.
+    """
+    accelerator.wait_for_everyone()
     if accelerator.is_main_process:
-        if not args.resume_from_checkpoint:
-            for name in found:
-                path = folder / name
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        folder = Path(str(args.output_dir))
         try:
             folder.mkdir(parents=True, exist_ok=True)
             if not args.resume_from_checkpoint:  # else once the checkpoint is known to be this run's
+                for path in [folder / name for name in RUN_FILES if (folder / name).exists()]:
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
                 write_config(args)
         except OSError as error:
             raise UserError(f"--output_dir {folder}: cannot be written: {error}") from error

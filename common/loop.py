@@ -19,7 +19,7 @@ from common.arguments import BatchPlan, TrainArguments
 from common.checkpoint import Checkpoints
 from common.data import Batch, Collator, StepSampler, train_batches
 from common.evaluation import polling
-from common.launch import RunFailed, Stopped
+from common.launch import RunFailed, Stopped, claim_output_dir
 from common.losses import IGNORE_INDEX, token_loss
 from common.metrics import Throughput, sequence_lengths, target_lengths
 from common.optim import LossScale
@@ -157,12 +157,16 @@ def train(
     the time limit asked for it, and `RunFailed` when training cannot go on.
     """
     output = Path(str(args.output_dir))
-    if num_steps == 0:
-        _evaluate_only(accelerator, log, evaluate)
-        return Progress()
     progress, window, epoch = Progress(), _Window(accelerator), _EpochLine(plan.total, sampler.num_examples)
     saves = [step for step in range(1, num_steps + 1) if is_save_due(args, step, num_steps, plan.total, len(dataset))]
-    saved = checkpoints.start(model, optimizer, plan, dataset, sampler.lengths, len(saves))
+    claim_output_dir(args, accelerator)
+    saved = checkpoints.start(
+        model, optimizer, plan, dataset, sampler.lengths, num_steps=num_steps, num_saves=len(saves)
+    )
+    if num_steps == 0:
+        progress = Progress(**saved["progress"]) if saved else progress
+        _evaluate_only(accelerator, log, evaluate, progress.step)
+        return progress
     if saved is not None:
         progress = Progress(**saved["progress"])
         window.restore(saved["window"])
@@ -300,7 +304,7 @@ def train(
                     metrics["num_skipped_steps"] = progress.num_skipped_steps
                 if window.num_steps:
                     epoch.add(loss, window.num_steps)
-                    check_finite(loss + metrics["grad_norm"], progress.step)
+                    check_finite(loss if result.is_skipped else loss + metrics["grad_norm"], progress.step)
                 window = _Window(accelerator)
                 log.log(progress.step, metrics)
                 bar.set_postfix_str(f"loss {loss:.4f}", refresh=False)
@@ -330,11 +334,11 @@ class _Interrupted(Exception):
     """Leaves an evaluation that is asked to stop."""
 
 
-def _evaluate_only(accelerator: Accelerator, log: RunLog, evaluate: Evaluation | None) -> None:
+def _evaluate_only(accelerator: Accelerator, log: RunLog, evaluate: Evaluation | None, step: int) -> None:
     if evaluate is not None:
         metrics = evaluate()
-        log.log(0, metrics)
-        accelerator.print(f"step 0: {format_metrics(metrics)}")
+        log.log(step, metrics)
+        accelerator.print(f"step {step}: {format_metrics(metrics)}")
     log.finish()
 
 

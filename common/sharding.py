@@ -73,7 +73,7 @@ def prepare_model(
             module.forward = _StayInFloat64.within(module.forward)
     for block in blocks:
         _replace_forward(block, bool(recompute), offload_activations, strategy.compile_options)
-    model.to(param_dtype(args))
+    _cast(model, param_dtype(args))
     names = {parameter: name for name, parameter in model.named_parameters()}  # tied parameters: their first name
     fill = None
     if weights:
@@ -96,6 +96,15 @@ def prepare_model(
     if args.print_model:
         accelerator.print(prepared)
     return prepared
+
+
+def _cast(model: nn.Module, dtype: torch.dtype) -> None:
+    """Give the parameters the type; buffers follow into float64 only, for rotary frequencies lose too much in bf16."""
+    if dtype == torch.float64:
+        model.to(dtype)
+        return
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
 
 
 def _check_refinements(args: TrainArguments, strategy: Strategy) -> None:

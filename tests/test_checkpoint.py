@@ -62,7 +62,8 @@ class Run:
 
     def __init__(
         self, folder: Path, tokenizer: PreTrainedTokenizerBase, *, full: bool = False, dataset: Dataset = DATA,
-        config: dict[str, Any] | None = None, start: bool = True, num_saves: int = 1, **settings: Any,
+        config: dict[str, Any] | None = None, start: bool = True, num_steps: int = 10_000, num_saves: int = 1,
+        **settings: Any,
     ) -> None:  # fmt: skip
         torch.manual_seed(0)
         defaults: dict[str, Any] = {
@@ -84,7 +85,9 @@ class Run:
         self.state: dict[str, Any] | None = None
         if start:
             plan = BatchPlan(self.args.total_batch_size or 4, 4, 1, 1)
-            self.state = self.checkpoints.start(self.model, self.optimizer, plan, dataset, None, num_saves)
+            self.state = self.checkpoints.start(
+                self.model, self.optimizer, plan, dataset, None, num_steps=num_steps, num_saves=num_saves
+            )
 
     def update(self, times: int = 1) -> None:
         ids = torch.arange(8).view(2, 4)
@@ -373,6 +376,33 @@ def test_later_checkpoints_are_set_aside_when_an_earlier_one_is_named(
     assert Run(tmp_path / "other", tokenizer, resume_from_checkpoint=str(aside)).state == {"progress": 2}
 
 
+def test_a_run_that_only_evaluates_leaves_the_folder_alone(
+    two_checkpoints: Path, tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    shutil.copytree(two_checkpoints, tmp_path / "run")
+    earlier = tmp_path / "run" / "checkpoints" / "step_00000001"
+    run = Run(
+        tmp_path / "run", tokenizer, resume_from_checkpoint=str(earlier), max_steps=0, num_steps=0, optim="adadelta",
+        learning_rate=5.0, dataset=DATA.select(range(3)),
+    )  # fmt: skip
+    assert run.state == {"progress": 1} and not run.optimizer.state
+    with pytest.raises(UserError, match="model_config: dropout_rate"):
+        Run(
+            tmp_path / "run", tokenizer, resume_from_checkpoint=str(earlier), max_steps=0, num_steps=0,
+            config={"dropout_rate": 0.5},
+        )  # fmt: skip
+    assert run.names == ["step_00000001", "step_00000002"] and not (tmp_path / "run" / "config.yaml").exists()
+
+
+def test_a_checkpoint_beyond_the_end_is_refused(
+    two_checkpoints: Path, tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    shutil.copytree(two_checkpoints, tmp_path / "run")
+    assert Run(tmp_path / "run", tokenizer, resume_from_checkpoint="latest", num_steps=2).state == {"progress": 2}
+    with pytest.raises(UserError, match="step_00000002 is beyond the 1 steps of this run: raise --max_steps"):
+        Run(tmp_path / "run", tokenizer, resume_from_checkpoint="latest", num_steps=1)
+
+
 def test_nothing_is_unpickled_that_could_run_code(
     two_checkpoints: Path, tmp_path: Path, tokenizer: PreTrainedTokenizerBase
 ) -> None:
@@ -540,6 +570,9 @@ def test_a_checkpoint_without_the_optimizer_refuses_to_resume(
     assert sizes[1] < sizes[0] / 2
     with pytest.raises(UserError, match="saved with --save_only_model: .*tools/export.py"):
         Run(tmp_path, tokenizer, resume_from_checkpoint="latest")
+    evaluated = Run(tmp_path, tokenizer, resume_from_checkpoint="latest", max_steps=0, num_steps=0)
+    assert evaluated.state == {"progress": 2}
+    assert evaluated.model.shared.weight.equal(run.model.shared.weight)
 
 
 def test_config_yaml_is_kept_until_a_resume_is_accepted(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:

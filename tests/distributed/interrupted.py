@@ -25,13 +25,16 @@ from torch import nn
 
 from common.data import EvalBatches
 
+LAUNCHER = os.getppid()
 moment, action, *sys.argv = sys.argv[1:]
 wanted_kind, wanted_number, wanted_rank, *delay = moment.split(":")
 counts: Counter[str] = Counter()
 
 
 def act() -> None:
-    ranks = [process.pid for process in psutil.Process(os.getppid()).children()]
+    if os.getppid() != LAUNCHER:  # it has gone, and its ranks are going
+        return
+    ranks = [process.pid for process in psutil.Process(LAUNCHER).children()]
     if action == "kill":
         for pid in sorted(ranks, key=lambda pid: pid == os.getpid()):  # this one last
             os.killpg(pid, signal.SIGKILL)

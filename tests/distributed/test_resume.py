@@ -184,6 +184,10 @@ def test_the_best_checkpoint_survives_and_its_metric_is_remembered(forked: Forke
     assert checkpoint_names(output) == ["step_00000002", "step_00000004"]
     assert re.search(rf"best model .*\(eval_loss {losses[2]:.4f} at step 2\)", result.output)
     assert "changed since the checkpoint, as allowed: learning_rate: 0.01 -> 10.0" in result.output
+    # A checkpoint can be evaluated without training, too.
+    best = f"--resume_from_checkpoint={output}/checkpoints/step_00000002"
+    train(forked, tmp_path / "evaluation", best, "--max_steps=0", config="single_device")
+    assert [(line["step"], line["eval_loss"]) for line in lines(tmp_path / "evaluation")] == [(2, losses[2])]
 
 
 def test_metrics_of_a_course_that_was_given_up_are_cut(forked: ForkedParent, tmp_path: Path) -> None:
@@ -215,3 +219,16 @@ def test_a_different_run_is_refused_in_one_line(forked: ForkedParent, tmp_path: 
     assert len(errors) == 1 and "learning_rate: 0.01 -> 1.0" in errors[0], result.output
     assert "Traceback" not in result.output
     assert before == ((output / "config.yaml").read_text(), (output / "metrics.jsonl").read_text())
+
+
+@pytest.mark.full
+def test_wandb_goes_on_with_the_same_run(forked: ForkedParent, tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    for more in ([], ["--resume_from_checkpoint=latest"]):
+        train(
+            forked, output, *saving(1), f"--max_steps={1 + len(more)}", "--report_to=wandb", *more,
+            "--lr_scheduler_type=constant", config="single_device",
+        )  # fmt: skip
+    folders = sorted(path.name for path in (output / "wandb").glob("offline-run-*"))
+    assert len(folders) == 2
+    assert len({name.rpartition("-")[2] for name in folders}) == 1, folders
