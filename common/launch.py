@@ -58,6 +58,8 @@ class Strategy:
     kind: Literal["single", "ddp", "fsdp1", "fsdp2"]
     mixed_precision: str
     """no, bf16, fp16 or fp8, as it is in effect."""
+    asked_precision: str = "no"
+    """The same as the YAML asks for it; a CPU may have taken float32 in its place."""
     config_file: Path | None = None
     plugin: FullyShardedDataParallelPlugin | None = None
     """accelerate's reading of fsdp_config; None without FSDP."""
@@ -213,6 +215,7 @@ def build_accelerator(args: TrainArguments) -> tuple[Accelerator, Strategy]:
     strategy = Strategy(
         kind=requested,
         mixed_precision=compute_precision,
+        asked_precision=mixed_precision,
         config_file=config_file,
         plugin=plugin,
         wrap_classes=tuple(wrap_class_names(os.environ.get("FSDP_TRANSFORMER_CLS_TO_WRAP"))),

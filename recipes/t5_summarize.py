@@ -201,7 +201,7 @@ def evaluate(
 def main() -> None:
     args = parse_args(T5Arguments)
     accelerator, strategy = build_accelerator(args)
-    if strategy.mixed_precision == "fp16":
+    if strategy.asked_precision == "fp16":
         raise UserError("mixed_precision fp16: T5 overflows in it and its losses become NaN; use bf16 or no.")
     plan = plan_batch(args, accelerator.num_processes)
     config = load_config(args)
