@@ -366,6 +366,8 @@ RUN_FILES = ("config.yaml", "metrics.jsonl", "checkpoints", "model", "best", "re
 
 def _check_output_dir(args: TrainArguments) -> None:
     folder = Path(str(args.output_dir))
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"--output_dir {folder} is a file; give a folder.")
     found = [name for name in RUN_FILES if (folder / name).exists()]
     if found and not args.resume_from_checkpoint and not args.overwrite_output_dir:
         raise UserError(

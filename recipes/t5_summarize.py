@@ -209,7 +209,6 @@ def main() -> None:
     tokenizer = load_tokenizer(args)
     check_vocabulary(config, tokenizer)
     checkpoints = Checkpoints(args, accelerator, strategy, tokenizer)
-    log = RunLog(args, accelerator, project="t5-summarize", run_id=checkpoints.tracker_run_id)
 
     train_rows, eval_rows, left_out = load_articles(args)
     train_data, eval_data = (tokenize_articles(args, tokenizer, rows) for rows in (train_rows, eval_rows))
@@ -226,6 +225,8 @@ def main() -> None:
     scheduler = build_scheduler(optimizer, args, num_steps, steps_per_epoch=len(train_data) / plan.total)
     peak_flops = peak_flops_per_second(accelerator.device, compute_dtype(args, strategy))
 
+    # Not before: a mistake in data or model must leave no run in the trackers.
+    log = RunLog(args, accelerator, project="t5-summarize", run_id=checkpoints.tracker_run_id)
     banner(
         args, accelerator, strategy, model=description, sharding=describe_units(model),
         batch=f"{plan}, {num_steps} steps", data=data.describe(train_data, eval_data, left_out),

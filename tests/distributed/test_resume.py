@@ -47,6 +47,9 @@ def change_yaml(folder: Path, config: str, **fsdp_config: str) -> Path:
         pytest.param("fsdp_hybrid_shard", 4, ["--async_save"], marks=pytest.mark.full),
         pytest.param("fsdp_full_shard_offload", 2, ["--async_save"], marks=pytest.mark.full),
         pytest.param("fsdp1_no_shard", 2, [], marks=pytest.mark.full),
+        pytest.param("fsdp1_hybrid_shard", 4, [], marks=pytest.mark.full),
+        pytest.param("fsdp1_hybrid_shard SHARDED_STATE_DICT", 4, ["--async_save"], marks=pytest.mark.full),
+        pytest.param("fsdp1_hybrid_shard_zero2", 4, [], marks=pytest.mark.full),
         pytest.param("fsdp_shard_grad_op", 4, [], marks=pytest.mark.full),
     ],
 )
