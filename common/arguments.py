@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import difflib
+import importlib.util
 import math
 import os
 import sys
@@ -213,6 +214,9 @@ class TrainArguments(
             raise UserError(
                 f"--min_learning_rate {self.min_learning_rate} is above --learning_rate {self.learning_rate}."
             )
+        if self.wandb_log_model and "wandb" not in tracker_names(self.report_to):
+            raise UserError("--wandb_log_model uploads to wandb: add --report_to wandb, or drop the flag.")
+        tracker_names(self.report_to)
         if self.model_name_or_path and self.model_config_path:
             raise UserError(
                 "--model_name_or_path loads weights and --model_config_path starts from random ones: give one of them."
@@ -226,6 +230,11 @@ class TrainArguments(
 Arguments = TypeVar("Arguments", bound=TrainArguments)
 REPOSITORY = Path(__file__).resolve().parent.parent
 CONFIG_FOLDER = REPOSITORY / "recipes" / "configs"
+# Packages of each tracker, one of which it needs.
+TRACKERS = {"wandb": ["wandb"], "tensorboard": ["tensorboard", "tensorboardX"]}
+
+show_tracebacks = False
+"""Whether --debug was given, set by `parse_args`: user errors are then shown with their tracebacks."""
 
 
 class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
@@ -283,6 +292,8 @@ def parse_args(recipe: type[Arguments], argv: Sequence[str] | None = None) -> Ar
         namespace = parser.parse_args(argv)
     values = vars(namespace)
     del values["config"]
+    global show_tracebacks
+    show_tracebacks = values["debug"]
     args = recipe(**values)
     args.preset, args.preset_reason = (None, reason) if preset is None else (str(preset), reason)
     if not args.output_dir:  # not given, or from a shell variable that is not set
@@ -422,6 +433,22 @@ def num_training_steps(args: RunArguments, num_examples: int, total_batch_size: 
         return args.max_steps
     # Less the rounding of a product such as 1.1 x 10 examples, which would be a step of its own.
     return max(1, math.ceil(args.num_train_epochs * num_examples / total_batch_size - 1e-9))
+
+
+def tracker_names(report_to: str) -> list[str]:
+    """Names of the trackers in --report_to ("none", or names with commas).
+
+    Raises `UserError` for an unknown name or one whose package is missing.
+    """
+    names = list(dict.fromkeys(name.strip() for name in report_to.split(",")))
+    if names == ["none"]:
+        return []
+    for name in names:
+        if name not in TRACKERS:
+            raise UserError(f"--report_to: unknown tracker {name!r}; choose none, {', '.join(TRACKERS)} or a,b.")
+        if not any(importlib.util.find_spec(package) for package in TRACKERS[name]):
+            raise UserError(f"--report_to {name}: the package is not installed; pip install {name}, or drop the flag.")
+    return names
 
 
 def is_first_process() -> bool:

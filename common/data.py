@@ -29,8 +29,8 @@ from datasets.fingerprint import Hasher
 from transformers import DataCollatorForSeq2Seq, PreTrainedTokenizerBase
 
 from common.arguments import UserError
+from common.losses import IGNORE_INDEX
 
-IGNORE_INDEX = -100  # a label that is no target
 TABLE_SUFFIXES = (".csv", ".json", ".jsonl", ".parquet")
 SPLIT_WORDS = {
     "train": "train",
@@ -725,11 +725,6 @@ class Seq2SeqCollator:
         decoder_input_ids[decoder_input_ids == IGNORE_INDEX] = self._pad_token_id
         batch["decoder_input_ids"] = decoder_input_ids
         return batch
-
-
-def num_target_tokens(batch: Mapping[str, torch.Tensor]) -> int:
-    """How many labels of the batch are targets."""
-    return int((batch["labels"] != IGNORE_INDEX).sum())
 
 
 # ---------------------------------------------------------------------------------------------------------------------

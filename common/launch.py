@@ -29,6 +29,7 @@ from accelerate.utils import (
 )
 from torch.distributed.fsdp import CPUOffloadPolicy
 
+from common import arguments
 from common.accelerate_config import check_launch, wrap_class_names
 from common.arguments import TrainArguments, UserError, is_first_process
 from common.optim import LossScale
@@ -108,20 +109,19 @@ def run(main: Callable[[], None]) -> NoReturn:
 
     An error is shown once, by the process that had it. The others leave quietly and nothing waits for them.
     """
-    show_traceback = "--debug" in sys.argv
     try:
         main()
     except UserError as error:
-        code, message = EXIT_USER_ERROR, traceback.format_exc() if show_traceback else f"error: {error}\n"
+        code, message = EXIT_USER_ERROR, traceback.format_exc() if arguments.show_tracebacks else f"error: {error}\n"
     except RunFailed as error:
-        code, message = EXIT_ERROR, traceback.format_exc() if show_traceback else f"error: {error}\n"
+        code, message = EXIT_ERROR, traceback.format_exc() if arguments.show_tracebacks else f"error: {error}\n"
     except Stopped as stopped:
         code, message = EXIT_STOPPED, f"{stopped}\n"
     except KeyboardInterrupt:
         code, message = EXIT_ERROR, "interrupted\n"
     except Exception as error:
         code, message = EXIT_ERROR, traceback.format_exc()
-        if "No space left on device" in str(error) and not show_traceback:
+        if "No space left on device" in str(error) and not arguments.show_tracebacks:
             message = f"error: {' '.join(str(error).split())}\n"
         if _is_lost_connection(error):
             # Another process has gone; its own error is the one to see, and the launcher is about to end this one, or
@@ -368,6 +368,11 @@ def _check_output_dir(args: TrainArguments) -> None:
     folder = Path(str(args.output_dir))
     if folder.exists() and not folder.is_dir():
         raise UserError(f"--output_dir {folder} is a file; give a folder.")
+    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    if not existing.is_dir():
+        raise UserError(f"--output_dir {folder}: {existing} is a file; give another folder.")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise UserError(f"--output_dir {folder}: cannot be written: {existing} is read-only or another user's.")
     found = [name for name in RUN_FILES if (folder / name).exists()]
     if found and not args.resume_from_checkpoint and not args.overwrite_output_dir:
         raise UserError(

@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 
+from common.losses import IGNORE_INDEX
+
 # Matrix products in bf16 or fp16 with fp32 accumulation, without sparsity: data sheets, which often print twice as much
 # for 2:4 sparsity. Exact names of `torch.cuda.get_device_name`, because variants differ (SXM and PCIe, L40 and L40S,
 # slices of a card); a card that is missing has no MFU.
@@ -59,7 +61,7 @@ def target_lengths(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """Decoder tokens of each row without padding, (batch,) int64; zeros for a causal model, which has no decoder."""
     if "decoder_input_ids" not in batch:
         return torch.zeros(batch["input_ids"].shape[0], dtype=torch.int64)
-    return (batch["labels"] != -100).sum(-1)
+    return (batch["labels"] != IGNORE_INDEX).sum(-1)
 
 
 @dataclass(frozen=True)

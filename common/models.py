@@ -62,15 +62,25 @@ class WeightSource:
                 ) from error
             stored |= dict.fromkeys(file.keys(), file)
         prefix = f"{model.base_model_prefix}."
+
+        def find(*names: str) -> str | None:
+            # A checkpoint of the headless base model lacks its prefix.
+            return next((key for name in names for key in (name, name.removeprefix(prefix)) if key in stored), None)
+
         self._where: dict[str, tuple[Any, str]] = {}
         ties = model.all_tied_weights_keys or {}
         for name, parameter in model.named_parameters():
-            # A checkpoint of the headless base model lacks its prefix; of tied parameters one name is stored.
+            # Of tied parameters one name is stored.
             aliases = [name, ties.get(name, name)] + [key for key, source in ties.items() if source == name]
-            key = next((k for a in aliases for k in (a, a.removeprefix(prefix)) if k in stored), None)
+            key = find(*aliases)
             if key is None or tuple(stored[key].get_slice(key).get_shape()) != tuple(parameter.shape):
                 raise KeyError(name)
             self._where[name] = (stored[key], key)
+        # Buffers are small and on no meta device: they get their values here.
+        persistent = model.state_dict().keys()
+        for name, buffer in model.named_buffers():
+            if name in persistent and (key := find(name)) is not None:
+                buffer.copy_(stored[key].get_tensor(key))
 
     def read(self, name: str) -> Any:
         """Parameter `name`, to be sliced (`[:]` for the whole)."""

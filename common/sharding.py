@@ -44,7 +44,6 @@ from common.models import WeightSource
 
 # What each FSDP2 unit was sharded with: torch has a setter and no getter.
 _RESHARD_AFTER_FORWARD: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
-WRAPPER_PREFIXES = ("_fsdp_wrapped_module.", "module.", "_orig_mod.", "_checkpoint_wrapped_module.")
 
 
 def prepare_model(
@@ -461,13 +460,6 @@ def _fill_module(
                 value.copy_(weights.read(names[parameter])[:])
                 filled[parameter] = nn.Parameter(value, requires_grad=parameter.requires_grad)
             module.register_parameter(key, filled[parameter])
-
-
-def clean_name(name: str) -> str:
-    """Parameter name without the prefixes that wrappers add."""
-    for prefix in WRAPPER_PREFIXES:
-        name = name.replace(prefix, "")
-    return name
 
 
 def base_model(model: nn.Module) -> PreTrainedModel:

@@ -11,32 +11,13 @@ from urllib.parse import urlsplit
 
 from accelerate import Accelerator
 from accelerate.tracking import GeneralTracker, TensorBoardTracker, WandBTracker
-from accelerate.utils import is_tensorboard_available, is_wandb_available
 
-from common.arguments import TrainArguments, UserError
+from common.arguments import TrainArguments, UserError, tracker_names
 
 Metrics = Mapping[str, float | int | str]
 
 # The other processes wait in their next collective while the main one connects.
 WANDB_TIMEOUT_SECONDS = 60
-
-_AVAILABLE = {"wandb": is_wandb_available, "tensorboard": is_tensorboard_available}
-
-
-def check_report_to(report_to: str) -> list[str]:
-    """Names of the trackers in --report_to ("none", or names with commas).
-
-    Raises `UserError` for an unknown name or one whose package is missing.
-    """
-    names = [name.strip() for name in report_to.split(",")]
-    if names == ["none"]:
-        return []
-    for name in names:
-        if name not in _AVAILABLE:
-            raise UserError(f"--report_to: unknown tracker {name!r}; choose none, {', '.join(_AVAILABLE)} or a,b.")
-        if not _AVAILABLE[name]():
-            raise UserError(f"--report_to {name}: the package is not installed; pip install {name}, or drop the flag.")
-    return list(dict.fromkeys(names))
 
 
 class MetricsLog:
@@ -169,14 +150,11 @@ class RunLog:
     """Where a run's metrics go: metrics.jsonl, and the trackers of --report_to."""
 
     def __init__(self, args: TrainArguments, accelerator: Accelerator, project: str, run_id: str | None = None) -> None:
-        report_to = check_report_to(args.report_to)
-        if args.wandb_log_model and "wandb" not in report_to:
-            raise UserError("--wandb_log_model uploads to wandb: add --report_to wandb, or drop the flag.")
         output_dir = Path(str(args.output_dir))
         self.file = MetricsLog(output_dir, accelerator.is_main_process)
         self.trackers = Trackers(
             accelerator,
-            report_to,
+            tracker_names(args.report_to),
             output_dir=output_dir,
             project=args.wandb_project or project,
             run_name=args.run_name or output_dir.name,

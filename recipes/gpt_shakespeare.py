@@ -159,7 +159,6 @@ def main() -> None:
     if args.prompt:
         encode(tokenizer, args.prompt, f"--prompt {args.prompt!r}")  # what cannot be answered is known before training
     checkpoints = Checkpoints(args, accelerator, strategy, tokenizer)
-    log = RunLog(args, accelerator, project="gpt-shakespeare", run_id=checkpoints.tracker_run_id)
 
     train_data, eval_data = load_blocks(args, tokenizer, train_text, eval_text)
     bytes_per_token = len(eval_text.encode()) / len(eval_data.tokens)
@@ -175,6 +174,8 @@ def main() -> None:
     scheduler = build_scheduler(optimizer, args, num_steps, steps_per_epoch=len(train_data) / plan.total)
     peak_flops = peak_flops_per_second(accelerator.device, compute_dtype(args, strategy))
 
+    # Not before: a mistake in data or model must leave no run in the trackers.
+    log = RunLog(args, accelerator, project="gpt-shakespeare", run_id=checkpoints.tracker_run_id)
     sizes = f"{len(train_data.tokens):,} training and {len(eval_data.tokens):,} validation tokens"
     banner(
         args, accelerator, strategy, model=description, sharding=describe_units(model),

@@ -248,7 +248,7 @@ def _supervise(connection: Connection) -> str:
     os.chdir(request.cwd)
     try:
         argv, envs = _launcher_environments(request.launch)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RuntimeError) as error:
         connection.send(str(error))
         os._exit(0)
     # Bound here and taken over by the store below: no other process can get the port in between.

@@ -25,6 +25,7 @@ from common.arguments import (
     num_training_steps,
     parse_args,
     plan_batch,
+    tracker_names,
 )
 from tests.conftest import REPOSITORY
 
@@ -429,3 +430,31 @@ def test_every_suggested_batch_size_works_and_is_the_nearest() -> None:
 def test_number_of_steps(max_steps: int, epochs: float, num_examples: int, total: int, expected: int) -> None:
     args = RunArguments(max_steps=max_steps, num_train_epochs=epochs)
     assert num_training_steps(args, num_examples, total) == expected
+
+
+def test_tracker_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert tracker_names("none") == []
+    assert tracker_names("wandb, tensorboard,wandb") == ["wandb", "tensorboard"]
+    with pytest.raises(UserError, match="unknown tracker 'wanbd'; choose none, wandb, tensorboard"):
+        tracker_names("wanbd")
+    with pytest.raises(UserError, match="unknown tracker ''"):
+        tracker_names("")
+    monkeypatch.setitem(arguments.TRACKERS, "tensorboard", ["no_such_package"])
+    with pytest.raises(UserError, match="tensorboard: the package is not installed; pip install tensorboard"):
+        tracker_names("tensorboard")
+
+
+def test_a_mistake_in_the_trackers_is_seen_with_the_flags(preset: Path) -> None:
+    with pytest.raises(UserError, match="unknown tracker 'wanbd'"):
+        parse(preset, "", "--report_to=wanbd")
+    with pytest.raises(UserError, match="add --report_to wandb"):
+        parse(preset, "", "--wandb_log_model")
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"), [([], False), (["--debug"], True), (["--debug=true"], True), (["--debug", "false"], False)]
+)
+def test_debug_is_known_to_run(flags: list[str], expected: bool, preset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arguments, "show_tracebacks", not expected)
+    parse(preset, "", *flags)
+    assert arguments.show_tracebacks is expected

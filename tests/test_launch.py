@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import yaml
 
-from common import launch
+from common import arguments, launch
 from common.arguments import TrainArguments, UserError
 from common.launch import (
     EXIT_ERROR,
@@ -41,6 +41,7 @@ def start(forked: ForkedParent, what: str, out: Path, *flags: str, **options: An
 
 def main() -> None:
     what, out, *flags = sys.argv[1:]
+    arguments.show_tracebacks = "--debug" in flags  # which parse_args does in a recipe
     rank = int(os.environ.get("RANK", "0"))
     if what == "early":  # before the process group exists: every process has the same mistake
         raise UserError("--flag is wrong")
@@ -177,9 +178,9 @@ def test_bf16_must_be_native(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda.nccl, "version", lambda: nccl)
 
     device(has_bf16=False, nccl=(2, 27, 3))
-    for arguments, precision in ((args, "bf16"), (TrainArguments(param_dtype="bf16"), "no")):
+    for asked, precision in ((args, "bf16"), (TrainArguments(param_dtype="bf16"), "no")):
         with pytest.raises(UserError, match=r"Tesla T4 \(compute capability 7\.5\) has no native bf16; .*precision no"):
-            launch._check_precision(arguments, precision, on_cpu=False)
+            launch._check_precision(asked, precision, on_cpu=False)
     launch._check_precision(args, "no", on_cpu=False)
     launch._check_precision(args, "bf16", on_cpu=True)
     device(has_bf16=True, nccl=(2, 9, 8))

@@ -335,6 +335,17 @@ def test_weight_source_names_what_is_missing(folder: Path) -> None:
 # Configs and tokenizers.
 
 
+def test_persistent_buffers_get_the_checkpoints_values(folder: Path) -> None:
+    model = llama()
+    model.register_buffer("kept", torch.tensor([3.0]))
+    model.register_buffer("computed", torch.tensor([3.0]), persistent=False)
+    model.save_pretrained(folder)
+    model.kept.zero_()
+    model.computed.zero_()
+    WeightSource(folder, model)
+    assert model.kept.item() == 3.0 and model.computed.item() == 0.0
+
+
 def test_overrides_of_the_config() -> None:
     def config(overrides: str) -> Any:
         return load_config(TrainArguments(model_config_path=str(T5_DEMO), config_overrides=overrides))

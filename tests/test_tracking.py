@@ -8,9 +8,8 @@ import pytest
 from accelerate import Accelerator
 from accelerate.tracking import TensorBoardTracker, WandBTracker
 
-from common import tracking
 from common.arguments import UserError
-from common.tracking import MetricsLog, Trackers, check_report_to, format_metrics, wandb_mode
+from common.tracking import MetricsLog, Trackers, format_metrics, wandb_mode
 from tests.forked import ForkedParent
 
 
@@ -66,18 +65,6 @@ def test_truncate_after_names_a_broken_line(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\nhello\n{"step": 2}\n')
     with pytest.raises(UserError, match=r"metrics\.jsonl, line 2: .*'hello'"):
         MetricsLog(tmp_path, is_main_process=True).truncate_after(1)
-
-
-def test_check_report_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert check_report_to("none") == []
-    assert check_report_to("wandb, tensorboard,wandb") == ["wandb", "tensorboard"]
-    with pytest.raises(UserError, match="unknown tracker 'wanbd'; choose none, wandb, tensorboard"):
-        check_report_to("wanbd")
-    with pytest.raises(UserError, match="unknown tracker ''"):
-        check_report_to("")
-    monkeypatch.setitem(tracking._AVAILABLE, "tensorboard", lambda: False)
-    with pytest.raises(UserError, match="tensorboard: the package is not installed; pip install tensorboard"):
-        check_report_to("tensorboard")
 
 
 def test_format_metrics() -> None:
