@@ -172,12 +172,12 @@ class Throughput:
             [self._num_tokens, self._num_flops, self._seconds, self._data_wait_seconds, *self._peak_bytes],
             dtype=torch.float64,
         )
-        everyone = own[None]
+        parts = [own]
         if dist.is_initialized():
             own = own.to(self.device)
-            everyone = own.new_empty(dist.get_world_size() * len(own))
-            dist.all_gather_into_tensor(everyone, own)
-            everyone = everyone.view(-1, len(own))
+            parts = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+            dist.all_gather(parts, own)
+        everyone = torch.stack(parts)
         tokens, flops = everyone.mean(0).tolist()[:2]
         seconds, data_wait, *peak_bytes = everyone.max(0).values.tolist()[2:]
         metrics = {

@@ -243,7 +243,9 @@ def _convert(
     args: TrainArguments, folder: Path, config: Any, auto_class: Any, model: PreTrainedModel, accelerator: Accelerator
 ) -> WeightSource:
     """Weights of an older format or with other key names: converted once per machine by transformers' own loader."""
-    converted = Path(str(args.output_dir)) / "converted_weights"
+    # Machines may share the folder: each converts into its own, named by its first process.
+    first = accelerator.process_index - accelerator.local_process_index
+    converted = Path(str(args.output_dir)) / f"converted_weights_{first}"
     if accelerator.is_local_main_process:
         try:
             with _quiet_loading():

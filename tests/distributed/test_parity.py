@@ -11,28 +11,60 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
-from transformers import AutoModelForSeq2SeqLM
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from tests.conftest import REPOSITORY
 from tests.forked import ForkedParent
 
-RECIPE = REPOSITORY / "recipes" / "t5_summarize.py"
-# The demo preset, less what makes it long; no dropout, because its masks depend on how the batch is cut.
-FLAGS = [
-    "--config_overrides=dropout_rate=0.0",
-    "--total_batch_size=8",
-    "--max_source_length=64",
-    "--max_target_length=32",
-    "--rouge_samples=0",
-    "--eval_strategy=no",
-    "--save_strategy=no",
-    "--logging_steps=1",
-    "--learning_rate=1e-2",
-]
-TIED = ("shared.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight", "lm_head.weight")
+
+@dataclass(frozen=True)
+class Recipe:
+    """A recipe's demo preset, less what makes it long; no dropout, because its masks depend on how the batch is cut."""
+
+    script: str
+    flags: tuple[str, ...]
+    model: str
+    blocks: str
+    """The blocks' units as the banner counts them."""
+    pairs: str
+    """The same with --blocks_per_unit 2."""
+    by_size: str = ""
+    """The same by SIZE_BASED_WRAP with 100,000 parameters; refused for encoder-decoder models."""
+
+    def units(self, kind: str) -> str:
+        """What the banner must say about sharding: a dropped strategy would agree with the reference, too."""
+        if kind == "none":
+            return kind
+        extra = {"root": "", "blocks": f", {self.blocks}", "pairs": f", {self.pairs}", "by size": f", {self.by_size}"}[
+            kind
+        ]
+        number = 1 + (int(extra.split()[1]) if extra else 0)
+        return f"{number} FSDP units: 1 x {self.model}{extra}"
 
 
-UNITS = "5 FSDP units: 1 x T5ForConditionalGeneration, 4 x T5Block"
+COMMON_FLAGS = ("--total_batch_size=8", "--eval_strategy=no", "--save_strategy=no", "--logging_steps=1")
+T5 = Recipe(
+    "t5_summarize",
+    (
+        *COMMON_FLAGS, "--config_overrides=dropout_rate=0.0", "--max_source_length=64", "--max_target_length=32",
+        "--rouge_samples=0", "--learning_rate=1e-2",
+    ),
+    "T5ForConditionalGeneration",
+    "4 x T5Block",
+    "2 x T5Block + T5Block",
+)  # fmt: skip
+GPT = Recipe(
+    "gpt_shakespeare",
+    (*COMMON_FLAGS, "--max_seq_length=48", "--prompt=", "--learning_rate=1e-2"),
+    "GPT2LMHeadModel",
+    "2 x GPT2Block",
+    "1 x GPT2Block + GPT2Block",
+    "2 x GPT2MLP",
+)
+TIED = {
+    "t5_summarize": ("shared.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight", "lm_head.weight"),
+    "gpt_shakespeare": ("transformer.wte.weight", "lm_head.weight"),
+}
 
 
 @dataclass(frozen=True)
@@ -40,8 +72,8 @@ class Layout:
     config: str
     num_processes: int
     per_device: int
-    units: str = UNITS
-    """What the banner must say about sharding: a dropped strategy would agree with the reference, too."""
+    units: str = "blocks"
+    """A key of `Recipe.units`."""
     edits: tuple[tuple[str, Any], ...] = ()
     """Keys of fsdp_config that are changed in a copy of the YAML."""
     flags: tuple[str, ...] = ()
@@ -65,7 +97,6 @@ class Layout:
 
 
 REFERENCE = Layout("single_device", 1, 8, "none")
-ROOT_ONLY = "1 FSDP units: 1 x T5ForConditionalGeneration"
 LAYOUTS = [
     Layout("single_device", 1, 2, "none"),
     Layout("ddp", 1, 4, "none"),
@@ -93,8 +124,8 @@ LAYOUTS = [
         4,
         edits=(("fsdp_activation_checkpointing", True), ("fsdp_activation_checkpointing_offload", True)),
     ),
-    Layout("fsdp_full_shard", 2, 4, ROOT_ONLY, edits=(("fsdp_auto_wrap_policy", "NO_WRAP"),)),
-    Layout("fsdp1_full_shard", 2, 4, ROOT_ONLY, edits=(("fsdp_auto_wrap_policy", "NO_WRAP"),)),
+    Layout("fsdp_full_shard", 2, 4, "root", edits=(("fsdp_auto_wrap_policy", "NO_WRAP"),)),
+    Layout("fsdp1_full_shard", 2, 4, "root", edits=(("fsdp_auto_wrap_policy", "NO_WRAP"),)),
     Layout("fsdp_full_shard", 2, 4, edits=(("fsdp_backward_prefetch", "NO_PREFETCH"),)),
     Layout(
         "fsdp_full_shard",
@@ -111,7 +142,7 @@ LAYOUTS = [
         "fsdp_full_shard",
         2,
         4,
-        "3 FSDP units: 1 x T5ForConditionalGeneration, 2 x T5Block + T5Block",
+        "pairs",
         flags=("--blocks_per_unit=2",),
     ),
 ]
@@ -123,6 +154,24 @@ QUICK = [
     and layout.per_device != 1
     and (not layout.edits or layout.edits == (("fsdp_activation_checkpointing", True),))
 ]
+BY_SIZE = (("fsdp_auto_wrap_policy", "SIZE_BASED_WRAP"), ("fsdp_min_num_params", 100_000))
+# Wrapping by size is for causal models only.
+CAUSAL_LAYOUTS = [
+    *LAYOUTS,
+    Layout("fsdp_full_shard", 2, 2, "by size", edits=BY_SIZE),
+    Layout("fsdp1_full_shard", 2, 2, "by size", edits=BY_SIZE),
+]
+CAUSAL_QUICK = [
+    Layout("ddp", 2, 2, "none"),
+    Layout("fsdp_full_shard", 2, 4),
+    Layout("fsdp_full_shard_compile", 2, 4),
+    Layout("fsdp1_full_shard", 2, 2),
+    *CAUSAL_LAYOUTS[-2:],
+]
+CASES = [
+    *((T5, layout, layout in QUICK) for layout in LAYOUTS),
+    *((GPT, layout, layout in CAUSAL_QUICK) for layout in CAUSAL_LAYOUTS),
+]
 FIRST_STEP = ("ddp", "fsdp_full_shard", "fsdp_shard_grad_op", "fsdp1_full_shard")
 
 
@@ -133,10 +182,10 @@ class Series:
     weights: dict[str, torch.Tensor]
 
 
-def train(forked: ForkedParent, layout: Layout, output: Path, *flags: str) -> Series:
+def train(forked: ForkedParent, recipe: Recipe, layout: Layout, output: Path, *flags: str) -> Series:
     result = forked.run(
-        RECIPE,
-        *FLAGS,
+        REPOSITORY / "recipes" / f"{recipe.script}.py",
+        *recipe.flags,
         f"--per_device_train_batch_size={layout.per_device}",
         f"--output_dir={output}",
         *layout.flags,
@@ -146,7 +195,7 @@ def train(forked: ForkedParent, layout: Layout, output: Path, *flags: str) -> Se
         launcher_flags=["--mixed_precision", "no"],
     )
     assert result.exit_code == 0, result.output
-    assert f"sharding     {layout.units}" in result.output
+    assert f"  sharding     {recipe.units(layout.units)}\n" in result.output
     lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     return Series(
         torch.tensor([line["loss"] for line in lines], dtype=torch.float64),
@@ -155,50 +204,67 @@ def train(forked: ForkedParent, layout: Layout, output: Path, *flags: str) -> Se
     )
 
 
-@pytest.fixture(scope="module")
-def reference(forked: ForkedParent, tmp_path_factory: pytest.TempPathFactory) -> Series:
-    folder = tmp_path_factory.mktemp("reference")
-    return train(forked, REFERENCE, folder / "run", "--max_steps=20", "--param_dtype=float64")
+class References(dict[tuple[Recipe, int], Series]):
+    """Series of one process without a launcher's strategy, by (recipe, steps): 20 in float64, 1 in float32."""
+
+    def __init__(self, forked: ForkedParent, folder: Path) -> None:
+        self.forked, self.folder = forked, folder
+
+    def __missing__(self, key: tuple[Recipe, int]) -> Series:
+        recipe, steps = key
+        dtype = "float64" if steps > 1 else "float32"
+        flags = [f"--max_steps={steps}", f"--param_dtype={dtype}"]
+        self[key] = train(self.forked, recipe, REFERENCE, self.folder / f"{recipe.script}_{dtype}", *flags)
+        return self[key]
 
 
 @pytest.fixture(scope="module")
-def reference_float32(forked: ForkedParent, tmp_path_factory: pytest.TempPathFactory) -> Series:
-    folder = tmp_path_factory.mktemp("reference_float32")
-    return train(forked, REFERENCE, folder / "run", "--max_steps=1")
+def references(forked: ForkedParent, tmp_path_factory: pytest.TempPathFactory) -> References:
+    return References(forked, tmp_path_factory.mktemp("references"))
 
 
 @pytest.mark.parametrize(
-    "layout", [pytest.param(x, marks=() if x in QUICK else pytest.mark.full, id=str(x)) for x in LAYOUTS]
+    ("recipe", "layout"),
+    [
+        pytest.param(recipe, layout, marks=() if is_quick else pytest.mark.full, id=f"{recipe.script[:3]}-{layout}")
+        for recipe, layout, is_quick in CASES
+    ],
 )
 def test_float64_series_and_weights_agree(
-    layout: Layout, reference: Series, forked: ForkedParent, tmp_path: Path
+    recipe: Recipe, layout: Layout, references: References, forked: ForkedParent, tmp_path: Path
 ) -> None:
-    series = train(forked, layout, tmp_path / "run", "--max_steps=20", "--param_dtype=float64")
+    reference = references[recipe, 20]
+    series = train(forked, recipe, layout, tmp_path / "run", "--max_steps=20", "--param_dtype=float64")
     assert len(series.loss) == 20
     torch.testing.assert_close(series.loss, reference.loss, rtol=1e-9, atol=0)
     torch.testing.assert_close(series.grad_norm, reference.grad_norm, rtol=1e-9, atol=0)
     assert series.weights.keys() == reference.weights.keys()
     for name, weight in series.weights.items():
         torch.testing.assert_close(weight, reference.weights[name], rtol=1e-7, atol=1e-9, msg=name)
-    model = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "run" / "model")
-    state = model.state_dict()
-    assert all(torch.equal(state["shared.weight"], state[name]) for name in TIED)
-    assert len({state[name].data_ptr() for name in TIED}) == 1
+    model_class = AutoModelForSeq2SeqLM if recipe is T5 else AutoModelForCausalLM
+    state = model_class.from_pretrained(tmp_path / "run" / "model").state_dict()
+    first, *others = TIED[recipe.script]
+    assert all(torch.equal(state[first], state[name]) for name in others)
+    assert len({state[name].data_ptr() for name in TIED[recipe.script]}) == 1
 
 
-def test_the_reference_learns(reference: Series) -> None:
+@pytest.mark.parametrize("recipe", [T5, GPT], ids=lambda recipe: recipe.script)
+def test_the_reference_learns(recipe: Recipe, references: References) -> None:
     """Series that agree because nothing happens would not count."""
+    reference = references[recipe, 20]
     assert reference.loss[-5:].mean() < reference.loss[:5].mean() - 0.5
     assert reference.grad_norm.min() > 0
 
 
-@pytest.mark.parametrize("layout", [Layout(config, 2, 4, "") for config in FIRST_STEP], ids=str)
+@pytest.mark.parametrize("config", FIRST_STEP)
+@pytest.mark.parametrize("recipe", [T5, GPT], ids=lambda recipe: recipe.script)
 def test_float32_first_step_agrees(
-    layout: Layout, reference_float32: Series, forked: ForkedParent, tmp_path: Path
+    recipe: Recipe, config: str, references: References, forked: ForkedParent, tmp_path: Path
 ) -> None:
-    series = train(forked, layout, tmp_path / "run", "--max_steps=1")
-    torch.testing.assert_close(series.loss, reference_float32.loss, rtol=1e-5, atol=0)
-    torch.testing.assert_close(series.grad_norm, reference_float32.grad_norm, rtol=1e-5, atol=0)
+    reference, layout = references[recipe, 1], Layout(config, 2, 4, "none" if config == "ddp" else "blocks")
+    series = train(forked, recipe, layout, tmp_path / "run", "--max_steps=1")
+    torch.testing.assert_close(series.loss, reference.loss, rtol=1e-5, atol=0)
+    torch.testing.assert_close(series.grad_norm, reference.grad_norm, rtol=1e-5, atol=0)
 
 
 def test_every_yaml_is_compared() -> None:
@@ -210,5 +276,7 @@ def test_fp8_is_refused_with_the_reason(forked: ForkedParent, tmp_path: Path) ->
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
     with pytest.raises(ValueError) if not importlib.util.find_spec("torchao") else contextlib.nullcontext():
-        result = forked.run(RECIPE, f"--output_dir={tmp_path / 'run'}", config="fsdp_fp8")
+        result = forked.run(
+            REPOSITORY / "recipes" / "t5_summarize.py", f"--output_dir={tmp_path / 'run'}", config="fsdp_fp8"
+        )
         assert result.exit_code == 2 and "needs a GPU with fp8" in result.output
