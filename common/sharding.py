@@ -9,6 +9,7 @@ module's `__call__`, stay outside the recomputed and compiled region.
 import functools
 import itertools
 import os
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -311,6 +312,8 @@ def _fully_shard(
     assert plugin is not None
     dtype = compute_dtype(args, strategy)
     offload = isinstance(plugin.cpu_offload, CPUOffloadPolicy)  # accelerate has a policy object for both cases
+    # A block's output may be a view of its last sum; transformers adds to it out of place, as torch asks.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     settings: dict[str, Any] = {
         "mesh": shard_mesh(accelerator, strategy.replicas),
         "mp_policy": MixedPrecisionPolicy(
