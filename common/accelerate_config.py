@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+SHIPPED = REPOSITORY / "accelerate_configs"
 
 Kind = type | tuple[str, ...]
 """What a key's value must be: bool, int or str, or one of these names."""
@@ -172,13 +173,19 @@ def read_config(path: str | Path) -> dict[str, Any]:
     return _read(Path(path)).content
 
 
+def known_files(path: Path) -> str:
+    """YAML files that may have been meant, for the message that `path` does not exist: beside it, else the shipped."""
+    if files := sorted(path.parent.glob("*.yaml")):
+        return f"YAML files in that folder: {', '.join(file.name for file in files)}"
+    return f"accelerate_configs/ has {', '.join(file.stem for file in sorted(SHIPPED.glob('*.yaml')))}"
+
+
 def _read(path: Path) -> _File:
     try:
         text = path.read_text(encoding="utf-8")
         root, content = yaml.compose(text), yaml.safe_load(text)
     except FileNotFoundError:
-        known = ", ".join(file.name for file in sorted(path.parent.glob("*.yaml"))) or "none"
-        raise _user_error(f"{path}: no such file; YAML files in that folder: {known}.") from None
+        raise _user_error(f"{path}: no such file; {known_files(path)}.") from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise _user_error(f"{path}: not a readable YAML file: {' '.join(str(error).split())}") from error
     if not isinstance(content, dict):

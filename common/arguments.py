@@ -94,7 +94,7 @@ class OptimizerArguments:
 class CadenceArguments:
     _argument_group_name: ClassVar[str] = "logging, evaluation, saving"
 
-    logging_steps: int = arg(10, "Log every so many steps.")
+    logging_steps: int = arg(10, "Write metrics every so many steps; of single steps the terminal shows every tenth.")
     eval_strategy: Literal["no", "steps", "epoch"] = arg("epoch", "When to evaluate; the last step always is.")
     eval_steps: int | None = arg(None, "Steps between evaluations (eval_strategy steps).")
     evals_per_epoch: int = arg(1, "Evaluations in an epoch (eval_strategy epoch).")
@@ -323,13 +323,14 @@ def _find_preset(recipe: type[TrainArguments], asked: str | None) -> tuple[Path 
 
         has_gpu = torch.cuda.is_available()
         reason = "no --config given; " + (
-            "this machine has GPUs, so the mission's size" if has_gpu else "no GPU here, so the demo preset"
+            "this machine has GPUs, so the full size" if has_gpu else "no GPU here, so the demo preset"
         )
         return CONFIG_FOLDER / f"{recipe.presets[has_gpu]}.yaml", reason
     for path in (Path(asked), CONFIG_FOLDER / asked, CONFIG_FOLDER / f"{asked}.yaml"):
         if path.is_file():
             return path, "--config"
-    known = ", ".join(sorted(p.stem for p in CONFIG_FOLDER.glob("*.yaml")))
+    recipe_name = recipe.presets[0].rpartition("_")[0]
+    known = ", ".join(sorted(p.stem for p in CONFIG_FOLDER.glob(f"{recipe_name}*.yaml")))
     raise UserError(f"--config {asked}: no such file, and no preset of that name; presets: {known}.")
 
 

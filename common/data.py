@@ -136,7 +136,7 @@ def list_tables(path: str | Path, flag: str) -> dict[str, list[Path]]:
             raise UserError(f"{flag} {path}: a file ending in {', '.join(TABLE_SUFFIXES)} is expected")
         return {"train": [path]}
     if not path.is_dir():
-        raise UserError(f"{flag} {path}: no such file or folder (looked for {path.absolute()})")
+        raise UserError(f"{flag} {path}: no such file or folder{'' if path.is_absolute() else f' in {Path.cwd()}'}")
     tables = sorted(file for file in path.iterdir() if file.suffix in TABLE_SUFFIXES)
     if not tables:
         raise UserError(f"{flag} {path}: the folder has no file ending in {', '.join(TABLE_SUFFIXES)}")
@@ -194,7 +194,7 @@ def _choose_columns(found: Mapping[str, list[str]], columns: Sequence[tuple[str,
     source, names = next((source, names) for source, names in found.items() if not set(best) <= set(names))
     missing = [name for name in best if name not in names]
     wanted = " or ".join(", ".join(choice) for choice in columns)
-    message = f"{source}: no column {', '.join(map(repr, missing))}; it has {', '.join(names)}. Expected: {wanted}."
+    message = f"{source}: no column {', '.join(map(repr, missing))}; it has {', '.join(names)}; wanted: {wanted}."
     raise UserError(f"{message} {hint}".strip())
 
 

@@ -196,7 +196,8 @@ def build_accelerator(args: TrainArguments) -> tuple[Accelerator, Strategy]:
     if on_cpu and requested != "single" and not dist.is_initialized():
         # accelerate joins no group for one process, but FSDP needs one.
         dist.init_process_group("gloo", timeout=timeout)
-        substitutions.insert(0, "rehearsal on the CPU over gloo: real sharding, no GPU")
+        sharding = "" if requested == "ddp" else ": real sharding, no GPU"
+        substitutions.insert(0, f"rehearsal on the CPU over gloo{sharding}")
     # Read by us and hidden from accelerate, which drops prefetch under FSDP2 and builds no mesh on a CPU.
     backward_prefetch = _hide("FSDP_BACKWARD_PREFETCH") if requested == "fsdp2" else None
     forward_prefetch = requested == "fsdp2" and _flag("FSDP_FORWARD_PREFETCH")
@@ -434,7 +435,7 @@ def _launch_rows(args: TrainArguments, accelerator: Accelerator, strategy: Strat
     if strategy.is_fsdp:
         precision += f", gradients summed in {reduce_dtype(args, strategy)}".replace("torch.", "")
     return {
-        "preset": f"{args.preset} ({args.preset_reason})",
+        "preset": f"{_short(args.preset)} ({args.preset_reason})",
         "output": args.output_dir,
         "accelerate": str(strategy.config_file) if strategy.config_file else None,
         "strategy": strategy.describe(),
@@ -444,6 +445,11 @@ def _launch_rows(args: TrainArguments, accelerator: Accelerator, strategy: Strat
         "substituted": "; ".join(strategy.substitutions),
         "libraries": _versions(),
     }
+
+
+def _short(path: str | None) -> str:
+    """The path from the working directory where that is shorter."""
+    return "none" if path is None else min(path, os.path.relpath(path), key=len)
 
 
 def _versions() -> str:

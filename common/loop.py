@@ -454,11 +454,12 @@ class _EpochLine:
 
     def __init__(self, total_batch_size: int, num_examples: int) -> None:
         self.steps_per_epoch = num_examples / total_batch_size
-        self.validation: tuple[float | None, bool] = (None, False)
+        self.validation: tuple[float | None, bool]
         self._restart()
 
     def _restart(self) -> None:
         self.started, self.loss_sum, self.num_steps = time.perf_counter(), 0.0, 0
+        self.validation = (None, False)
 
     def add(self, mean_loss: float, num_steps: int) -> None:
         self.loss_sum += mean_loss * num_steps

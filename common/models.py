@@ -97,7 +97,10 @@ def fetch(name_or_path: str, what: str, patterns: list[str] | None = None) -> Pa
     if path.is_dir():
         return path
     if path.is_absolute() or name_or_path.startswith((".", "~")) or name_or_path.count("/") > 1:
-        raise UserError(f"{what} {name_or_path}: no such folder.")
+        raise UserError(
+            f"{what} {name_or_path}: no such folder; give the folder of one (with config.json and weights or "
+            f"tokenizer files) or its id on the hub; {OFFLINE_HINT}."
+        )
     try:
         return Path(snapshot_download(name_or_path, allow_patterns=patterns))
     except HFValidationError as error:
@@ -181,7 +184,8 @@ def check_kind(config: Any, auto_class: type[_BaseAutoModelClass]) -> None:
     if type(config) not in auto_class._model_mapping:
         kind = {"AutoModelForSeq2SeqLM": "encoder-decoder", "AutoModelForCausalLM": "causal"}[auto_class.__name__]
         raise UserError(
-            f"{type(config).__name__} (model type {config.model_type!r}) is no {kind} model, which this recipe trains."
+            f"{type(config).__name__} (model type {config.model_type!r}) is no {kind} model, which this recipe trains: "
+            f"give one with --model_name_or_path or --model_config_path; {OFFLINE_HINT}."
         )
 
 

@@ -20,6 +20,7 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from datasets import Dataset
 from torch import nn
+from tqdm import tqdm
 from transformers import AutoModelForSeq2SeqLM, PreTrainedTokenizerBase
 
 from common import data
@@ -194,7 +195,7 @@ def evaluate(
         scores = Rouge().compute(predictions=predictions, references=references)
         metrics |= {f"eval_{name}": score for name, score in scores.items()} | {"eval_rouge_examples": len(texts)}
         for pair in zip(references[:2], predictions[:2], strict=True):
-            print("  reference: {}\n  predicted: {}".format(*(" ".join(text.split()) for text in pair)))
+            tqdm.write("  reference: {}\n  predicted: {}".format(*(" ".join(text.split()) for text in pair)))
     return broadcast_object_list([metrics])[0]
 
 

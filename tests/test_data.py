@@ -187,7 +187,7 @@ def test_parquet_without_rows(tmp_path: Path) -> None:
 def test_columns_are_checked_in_every_file(tmp_path: Path) -> None:
     (tmp_path / "1.csv").write_text("document,summary\na,b\n")
     (tmp_path / "2.csv").write_text("document,abstract\na,b\n")
-    with pytest.raises(UserError, match=r"2\.csv: no column 'summary'; it has document, abstract\..*Use --this\."):
+    with pytest.raises(UserError, match=r"2\.csv: no column 'summary'; it has document, abstract; .*Use --this\."):
         data.load_splits(columns=[("text", "headline"), *PAIR], train_file=tmp_path, hint="Use --this.")
 
 

@@ -9,7 +9,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from common.arguments import TrainArguments
-from common.loop import HostValue, StepResult, _Window, is_due, is_save_due, train_step
+from common.loop import HostValue, StepResult, _EpochLine, _Window, is_due, is_save_due, train_step
 
 
 class Arguments(TrainArguments):
@@ -32,6 +32,17 @@ def test_evaluations_are_due_by_steps_and_by_parts_of_epochs() -> None:
     assert due(is_due, 10, eval_strategy="steps", eval_steps=5) == [5, 10]
     assert due(is_due, 11, eval_strategy="epoch", evals_per_epoch=2) == [3, 6, 9, 11]
     assert due(is_due, 11, eval_strategy="no") == []
+
+
+def test_an_epoch_line_has_the_evaluation_of_its_own_epoch() -> None:
+    epoch = _EpochLine(total_batch_size=4, num_examples=22)
+    assert [step for step in range(1, 12) if epoch.ends(step)] == [6, 11]
+    epoch.add(2.0, 4)
+    epoch.add(5.0, 2)
+    epoch.validation = (1.5, True)
+    assert epoch.line(6).startswith("epoch 1.09: train loss 3.0000, validation loss 1.5000 (new record), ")
+    epoch.add(1.0, 5)
+    assert "train loss 1.0000, " in (second := epoch.line(11)) and "validation" not in second
 
 
 class Linear(nn.Module):

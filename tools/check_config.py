@@ -20,8 +20,7 @@ from common import accelerate_config
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-REPOSITORY = Path(__file__).resolve().parent.parent
-CONFIGS = REPOSITORY / "accelerate_configs"
+REPOSITORY, SHIPPED = accelerate_config.REPOSITORY, accelerate_config.SHIPPED
 PRESETS = REPOSITORY / "recipes" / "configs"
 EXIT_USAGE = 2
 
@@ -87,7 +86,7 @@ def main(argv: list[str] | None = None) -> int:
     names = ("num_processes", "num_machines", "mixed_precision")
     flags = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     try:
-        files = [find(name, CONFIGS, "file") for name in args.files] or sorted(CONFIGS.glob("*.yaml"))
+        files = [find(name, SHIPPED, "file") for name in args.files] or sorted(SHIPPED.glob("*.yaml"))
         settings = model_settings(args)
         model = meta_model(settings) if settings else None
     except ValueError as error:

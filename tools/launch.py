@@ -147,8 +147,9 @@ def check(args: argparse.Namespace) -> None:
         raise ValueError("--config_file is missing: name a YAML of accelerate_configs/")
     path = Path(args.config_file)
     if not path.is_file():
-        known = ", ".join(str(file) for file in sorted(path.parent.glob("*.yaml"))) or "none"
-        raise ValueError(f"--config_file {path}: no such file; YAML files in that folder: {known}")
+        from common.accelerate_config import known_files
+
+        raise ValueError(f"--config_file {path}: no such file; {known_files(path)}")
     try:
         if not isinstance(yaml.safe_load(path.read_text()), dict):
             raise ValueError("expected keys and values of an accelerate config")
