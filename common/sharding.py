@@ -39,6 +39,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from common.arguments import TrainArguments, UserError
+from common.initialization import InitSource
 from common.launch import Strategy, compute_dtype, param_dtype, reduce_dtype
 from common.models import WeightSource
 
@@ -48,7 +49,7 @@ _RESHARD_AFTER_FORWARD: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
 def prepare_model(
     model: PreTrainedModel,
-    weights: WeightSource | None,
+    weights: WeightSource | InitSource | None,
     args: TrainArguments,
     accelerator: Accelerator,
     strategy: Strategy,
@@ -302,7 +303,7 @@ class _StayInFloat64(TorchFunctionMode):
 def _fully_shard(
     model: PreTrainedModel,
     blocks: list[nn.Module],
-    weights: WeightSource | None,
+    weights: WeightSource | InitSource | None,
     args: TrainArguments,
     accelerator: Accelerator,
     strategy: Strategy,
@@ -448,7 +449,7 @@ def _wrap_fsdp1(
 def _fill_module(
     module: nn.Module,
     names: dict[nn.Parameter, str],
-    weights: WeightSource,
+    weights: WeightSource | InitSource,
     device: torch.device,
     filled: dict[nn.Parameter, nn.Parameter],
 ) -> None:
