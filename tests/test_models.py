@@ -298,7 +298,7 @@ def test_a_config_of_another_size_than_the_weights(folder: Path, accelerator: Ac
 def test_random_weights_depend_on_the_seed_alone(accelerator: Accelerator) -> None:
     def weights(seed: int) -> torch.Tensor:
         torch.manual_seed(torch.seed())  # whatever was drawn before
-        args = TrainArguments(model_config_path=str(T5_DEMO), seed=seed)
+        args = TrainArguments(model_config_path=str(T5_DEMO), seed=seed, init="device")
         model, source = load_model(args, load_config(args), AutoModelForSeq2SeqLM, accelerator)
         assert source is None
         return torch.cat([parameter.flatten() for parameter in model.parameters()])
