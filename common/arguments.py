@@ -132,7 +132,9 @@ class ModelArguments:
         "Random weights: meta, each process draws its own shards, equal for any number of processes; device: the whole "
         "model on each device.",
     )
-    config_overrides: str | None = arg(None, "Changes to the model's config: key=value,key=value.")
+    config_overrides: str | None = arg(
+        None, "Changes to the model's config: key=value,key=value; dropout=0.1 sets all three of GPT-2."
+    )
     tokenizer_name_or_path: str | None = arg(None, "Hub id or folder of the tokenizer (default: the model's).")
     attn_implementation: str | None = arg(
         None, "Attention kernel: eager, sdpa, flex_attention, ... (default: model's)."

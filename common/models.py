@@ -1,6 +1,7 @@
 """Tokenizer and model: from a checkpoint, or from a config with random weights."""
 
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -156,7 +157,13 @@ def load_config(args: ModelArguments) -> Any:
     return _override(config, folder, args.config_overrides) if args.config_overrides else config
 
 
+GPT2_DROPOUT = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
+
+
 def _override(config: Any, folder: Path, text: str) -> Any:
+    if config.model_type == "gpt2":  # which has no key of that name, but three that are set as one
+        dropout = ",".join(rf"{key}=\1" for key in GPT2_DROPOUT)
+        text = re.sub(r"\bdropout\s*=([^,]*)", dropout, text)
     keys = []
     for item in text.split(","):
         key, equals, value = (part.strip() for part in item.partition("="))

@@ -356,6 +356,15 @@ def test_overrides_of_the_config() -> None:
     assert load_config(TrainArguments(model_config_path=str(T5_DEMO / "config.json"))).d_ff == 256
 
 
+def test_dropout_of_gpt2_is_one_override(tmp_path: Path) -> None:
+    GPT2Config(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0).save_pretrained(tmp_path)
+    config = load_config(
+        TrainArguments(model_config_path=str(tmp_path), config_overrides="n_layer=6, dropout=0.25,n_head=4")
+    )
+    assert (config.n_layer, config.n_head) == (6, 4)
+    assert (config.resid_pdrop, config.embd_pdrop, config.attn_pdrop) == (0.25, 0.25, 0.25)
+
+
 def test_overrides_reach_what_a_config_derives(tmp_path: Path) -> None:
     sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 1, "vocab_size": 9}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **sizes}))
