@@ -127,7 +127,14 @@ class ModelArguments:
 
     model_name_or_path: str | None = arg(None, "Hub id or folder of a pretrained model.")
     model_config_path: str | None = arg(None, "config.json (or its folder) of a model to start from random weights.")
-    config_overrides: str | None = arg(None, "Changes to the model's config: key=value,key=value.")
+    init: Literal["meta", "device"] = arg(
+        "meta",
+        "Random weights: meta, each process draws its own shards, equal for any number of processes; device: the whole "
+        "model on each device.",
+    )
+    config_overrides: str | None = arg(
+        None, "Changes to the model's config: key=value,key=value; dropout=0.1 sets all three of GPT-2."
+    )
     tokenizer_name_or_path: str | None = arg(None, "Hub id or folder of the tokenizer (default: the model's).")
     attn_implementation: str | None = arg(
         None, "Attention kernel: eager, sdpa, flex_attention, ... (default: model's)."
@@ -220,6 +227,10 @@ class TrainArguments(
         if self.model_name_or_path and self.model_config_path:
             raise UserError(
                 "--model_name_or_path loads weights and --model_config_path starts from random ones: give one of them."
+            )
+        if self.model_name_or_path and self.init == "device":
+            raise UserError(
+                "--init device draws random weights, but --model_name_or_path loads them: drop one of them."
             )
 
     def to_dict(self) -> dict[str, Any]:

@@ -27,6 +27,7 @@ import os
 import pickle
 import re
 import shutil
+import sys
 import tempfile
 import time
 import warnings
@@ -186,6 +187,27 @@ def check_contents(checkpoint: Checkpoint, process_index: int = 0, num_processes
         if digest.hexdigest() != expected:
             return f"{name} is damaged (its checksum is another one)"
     return None
+
+
+def find_checkpoint(folder: Path) -> Checkpoint:
+    """The checkpoint in the folder, whose contents are whole, or the newest such one of a run's folder.
+
+    Names on standard error those that it passes over. Raises `UserError` when there is none.
+    """
+    candidates = step_folders(folder / "checkpoints") or step_folders(folder) or [folder]
+    reasons = []
+    for candidate in candidates:
+        try:
+            checkpoint = read_checkpoint(candidate)
+            reason = check_contents(checkpoint)
+        except Incomplete as error:
+            reason = str(error)
+        if reason is None:
+            return checkpoint
+        reasons.append(f"{candidate}: {reason}")
+        if candidate != candidates[-1]:
+            print(f"skipped {reasons[-1]}", file=sys.stderr)
+    raise UserError(f"{reasons[-1]}; no complete checkpoint in {folder}.")
 
 
 class _Reader(dcp.FileSystemReader):

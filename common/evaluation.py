@@ -130,7 +130,7 @@ def generate_texts(
     """
     settings = {"max_new_tokens": max_new_tokens, "num_beams": num_beams, "do_sample": False} | generation_settings
     texts: list[tuple[int, str]] = []
-    with _evaluation_mode(model), generation_model(model) as hf_model, _generation_config(hf_model, settings):
+    with _evaluation_mode(model), generation_model(model) as hf_model, generation_config(hf_model, settings):
         # Sharded: a process that is done keeps calling the model until all are, because its forward pass is collective.
         synced = accelerator.num_processes > 1 and is_sharded(model)
         for item in _progress(accelerator, batches, "generating"):
@@ -173,7 +173,7 @@ def continue_text(
         while tokens.shape[1] < final_length and int(tokens[0, -1]) != tokenizer.eos_token_id:
             context = tokens if tokens.shape[1] < context_length else tokens[:, -(context_length // 2) :]
             num_new = min(final_length - tokens.shape[1], context_length - context.shape[1])
-            with _generation_config(hf_model, settings | {"max_new_tokens": num_new}):
+            with generation_config(hf_model, settings | {"max_new_tokens": num_new}):
                 output = hf_model.generate(
                     input_ids=context, attention_mask=torch.ones_like(context), synced_gpus=synced
                 )
@@ -202,7 +202,7 @@ def _evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _generation_config(hf_model: PreTrainedModel, settings: dict[str, Any]) -> Iterator[None]:
+def generation_config(hf_model: PreTrainedModel, settings: dict[str, Any]) -> Iterator[None]:
     """The settings on top of the model's own generation config, which comes back afterwards."""
     own = hf_model.generation_config
     config = copy.deepcopy(own)

@@ -1,6 +1,7 @@
 """Tokenizer and model: from a checkpoint, or from a config with random weights."""
 
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,6 +32,7 @@ from transformers import (
 from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
 from common.arguments import ModelArguments, TrainArguments, UserError
+from common.initialization import InitSource, recorded_init
 
 OFFLINE_HINT = "the demo preset runs offline"
 
@@ -158,7 +160,13 @@ def load_config(args: ModelArguments) -> Any:
     return _override(config, folder, args.config_overrides) if args.config_overrides else config
 
 
+GPT2_DROPOUT = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
+
+
 def _override(config: Any, folder: Path, text: str) -> Any:
+    if config.model_type == "gpt2":  # which has no key of that name, but three that are set as one
+        dropout = ",".join(rf"{key}=\1" for key in GPT2_DROPOUT)
+        text = re.sub(r"\bdropout\s*=([^,]*)", dropout, text)
     keys = []
     for item in text.split(","):
         key, equals, value = (part.strip() for part in item.partition("="))
@@ -200,24 +208,25 @@ def check_vocabulary(config: Any, tokenizer: PreTrainedTokenizerBase) -> None:
 
 def load_model(
     args: TrainArguments, config: Any, auto_class: type[_BaseAutoModelClass], accelerator: Accelerator
-) -> tuple[PreTrainedModel, WeightSource | None]:
+) -> tuple[PreTrainedModel, WeightSource | InitSource | None]:
     """Model to give to `prepare_model`, with the source of its weights.
 
-    Random weights are drawn on the device, equal on all processes (same seed), and the source is None. A checkpoint's
-    model is on the meta device; its weights are read into the shards later. At most one full copy per machine is in
-    host memory, and none where the files can be read by slices (safetensors under the model's own names).
-    Raises `UserError` when the checkpoint lacks weights.
+    The model is on the meta device; its weights are read or drawn into the shards later. Of a checkpoint at most one
+    full copy per machine is in host memory, and none where the files can be read by slices (safetensors under the
+    model's own names). With --init device, random weights are there already, equal on all processes (same seed), and
+    the source is None.
+    Raises `UserError` when the checkpoint lacks weights or --init meta does not know how a parameter is initialised.
     """
     kwargs: dict[str, Any] = {"attn_implementation": args.attn_implementation} if args.attn_implementation else {}
     if args.attn_implementation == "flex_attention" and accelerator.device.type == "cpu":
         raise UserError("--attn_implementation flex_attention: it cannot train on a CPU; drop the flag to rehearse.")
     set_seed(args.seed)
     try:
-        if args.model_config_path:
+        if args.model_config_path and args.init == "device":
             with torch.device(accelerator.device):
                 model = auto_class.from_config(config, dtype=torch.float32, **kwargs)
             return model, None
-        with init_empty_weights(include_buffers=False):
+        with init_empty_weights(include_buffers=False), recorded_init() as calls:
             model = auto_class.from_config(config, dtype=torch.float32, **kwargs)
     except (ValueError, ImportError) as error:
         if args.attn_implementation:
@@ -231,6 +240,8 @@ def load_model(
             ) from error
         raise
     model.tie_weights()
+    if args.model_config_path:
+        return model, InitSource(model, calls, args.seed)
     assert args.model_name_or_path is not None
     folder = fetch(args.model_name_or_path, "model", ["*.json", "*.safetensors"])
     if not list(folder.glob("*.safetensors")):

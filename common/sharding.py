@@ -40,6 +40,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from common.arguments import TrainArguments, UserError
+from common.initialization import InitSource
 from common.launch import Strategy, compute_dtype, param_dtype, reduce_dtype
 from common.models import WeightSource
 
@@ -49,7 +50,7 @@ _RESHARD_AFTER_FORWARD: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
 def prepare_model(
     model: PreTrainedModel,
-    weights: WeightSource | None,
+    weights: WeightSource | InitSource | None,
     args: TrainArguments,
     accelerator: Accelerator,
     strategy: Strategy,
@@ -303,7 +304,7 @@ class _StayInFloat64(TorchFunctionMode):
 def _fully_shard(
     model: PreTrainedModel,
     blocks: list[nn.Module],
-    weights: WeightSource | None,
+    weights: WeightSource | InitSource | None,
     args: TrainArguments,
     accelerator: Accelerator,
     strategy: Strategy,
@@ -451,7 +452,7 @@ def _wrap_fsdp1(
 def _fill_module(
     module: nn.Module,
     names: dict[nn.Parameter, str],
-    weights: WeightSource,
+    weights: WeightSource | InitSource,
     device: torch.device,
     filled: dict[nn.Parameter, nn.Parameter],
 ) -> None:

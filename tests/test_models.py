@@ -298,7 +298,7 @@ def test_a_config_of_another_size_than_the_weights(folder: Path, accelerator: Ac
 def test_random_weights_depend_on_the_seed_alone(accelerator: Accelerator) -> None:
     def weights(seed: int) -> torch.Tensor:
         torch.manual_seed(torch.seed())  # whatever was drawn before
-        args = TrainArguments(model_config_path=str(T5_DEMO), seed=seed)
+        args = TrainArguments(model_config_path=str(T5_DEMO), seed=seed, init="device")
         model, source = load_model(args, load_config(args), AutoModelForSeq2SeqLM, accelerator)
         assert source is None
         return torch.cat([parameter.flatten() for parameter in model.parameters()])
@@ -354,6 +354,15 @@ def test_overrides_of_the_config() -> None:
     assert (changed.d_ff, changed.dropout_rate, changed.d_model) == (96, 0.0, 32)
     assert changed.num_heads == config("d_ff=1").num_heads
     assert load_config(TrainArguments(model_config_path=str(T5_DEMO / "config.json"))).d_ff == 256
+
+
+def test_dropout_of_gpt2_is_one_override(tmp_path: Path) -> None:
+    GPT2Config(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0).save_pretrained(tmp_path)
+    config = load_config(
+        TrainArguments(model_config_path=str(tmp_path), config_overrides="n_layer=6, dropout=0.25,n_head=4")
+    )
+    assert (config.n_layer, config.n_head) == (6, 4)
+    assert (config.resid_pdrop, config.embd_pdrop, config.attn_pdrop) == (0.25, 0.25, 0.25)
 
 
 def test_overrides_reach_what_a_config_derives(tmp_path: Path) -> None:

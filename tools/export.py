@@ -33,30 +33,14 @@ def main(argv: list[str] | None = None) -> int:
     import torch
 
     from common.arguments import UserError
-    from common.checkpoint import Checkpoint, Incomplete, check_contents, read_checkpoint, step_folders
+    from common.checkpoint import find_checkpoint
     from common.export import export_checkpoint
     from common.launch import RunFailed
-
-    def find(folder: Path) -> Checkpoint:
-        candidates = step_folders(folder / "checkpoints") or step_folders(folder) or [folder]
-        reasons = []
-        for candidate in candidates:
-            try:
-                checkpoint = read_checkpoint(candidate)
-                reason = check_contents(checkpoint)
-            except Incomplete as error:
-                reason = str(error)
-            if reason is None:
-                return checkpoint
-            reasons.append(f"{candidate}: {reason}")
-            if candidate != candidates[-1]:
-                print(f"skipped {reasons[-1]}", file=sys.stderr)
-        raise UserError(f"{reasons[-1]}; no complete checkpoint in {folder}.")
 
     try:
         if args.output.exists():
             raise UserError(f"{args.output} exists already: name a new folder.")
-        checkpoint = find(args.checkpoint)
+        checkpoint = find_checkpoint(args.checkpoint)
         args.output.parent.mkdir(parents=True, exist_ok=True)
         export_checkpoint(
             checkpoint, args.output, getattr(torch, args.dtype) if args.dtype else None, args.max_shard_size
