@@ -6,6 +6,7 @@ import functools
 import itertools
 import random
 import shutil
+import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, get_args
@@ -363,10 +364,23 @@ def find_engine(engine: str) -> str:
     return path
 
 
+# Becomes the engine (argv[1]) after asking to be killed with the thread that started it. Most engines leave when their
+# input closes, but not while they think.
+_DIE_WITH_PARENT = """
+import ctypes, os, sys
+PR_SET_PDEATHSIG, SIGKILL = 1, 9
+ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, SIGKILL)
+os.execv(sys.argv[1], sys.argv[1:])
+"""
+
+
 @contextlib.contextmanager
 def open_engine(path: str) -> Iterator[chess.engine.SimpleEngine]:
-    """A running engine, which ends with this block in any case, and with this process because its input then closes."""
-    engine = chess.engine.SimpleEngine.popen_uci(path)
+    """A running engine, which ends with this block in any case, and on Linux with this process however that ends."""
+    command = [path]
+    if sys.platform == "linux":
+        command = [sys.executable, "-c", _DIE_WITH_PARENT, path]
+    engine = chess.engine.SimpleEngine.popen_uci(command)
     try:
         yield engine
     finally:

@@ -3,9 +3,13 @@
 import importlib.util
 import json
 import math
+import os
 import re
 import shutil
+import signal
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -235,6 +239,62 @@ def test_san_packed_with_subwords(forked: ForkedParent, tmp_path: Path) -> None:
     losses = [line["loss"] for line in read_metrics(tmp_path / "run") if "loss" in line]
     assert losses[0] == pytest.approx(math.log(2048), abs=0.2) and losses[-1] < losses[0] - 1
     assert re.search(r"input: .* \d+\. [NBRQKa-hO]", result.output)
+
+
+def children(pids: list[int], name: str) -> list[int]:
+    """Running processes of this name that the given ones have started."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            try:
+                command, _, rest = (folder / "stat").read_text().partition("(")[2].rpartition(")")
+            except OSError:  # it has ended
+                continue
+            if command == name and int(rest.split()[1]) in pids:
+                found.append(int(folder.name))
+    return found
+
+
+def wait_for(condition: Callable[[], Any], seconds: float = 60) -> Any:
+    deadline = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return value
+
+
+# An engine that never answers and leaves neither when its input closes nor when it is asked to.
+DEAF_ENGINE = """#!/bin/sh
+trap '' TERM HUP INT PIPE
+read line; echo uciok
+while true; do read line || sleep 0.1; [ "$line" = isready ] && echo readyok; done
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_no_engine_outlives_a_killed_run(forked: ForkedParent, tmp_path: Path) -> None:
+    program = tmp_path / "deaf"
+    program.write_text(DEAF_ENGINE)
+    program.chmod(0o755)
+    flags = [f"--output_dir={tmp_path / 'run'}", f"--engine={program}", "--legal_move_samples=0"]
+    handle = forked.start(RECIPE, *FLAGS, *flags, config="fsdp_full_shard", num_processes=2)
+    [engine] = wait_for(lambda: children(handle.pids, "deaf"))
+    for pid in handle.pids:  # and not what they have started, which handle.kill() would end too
+        os.kill(pid, signal.SIGKILL)
+    handle.wait()
+    wait_for(lambda: not Path(f"/proc/{engine}").exists(), 10)
+
+
+@pytest.mark.skipif(STOCKFISH is None or sys.platform != "linux", reason="needs stockfish, looks into /proc")
+def test_a_stop_in_a_match_ends_the_engine_and_saves(forked: ForkedParent, tmp_path: Path) -> None:
+    flags = [f"--output_dir={tmp_path / 'run'}", f"--engine={STOCKFISH}", "--legal_move_samples=0"]
+    flags += ["--engine_games=40", "--engine_nodes=100000"]
+    handle = forked.start(RECIPE, *FLAGS, *flags, config="fsdp_full_shard", num_processes=2)
+    [engine] = wait_for(lambda: children(handle.pids, "stockfish"))
+    handle.send_signal(signal.SIGTERM)
+    result = handle.wait()
+    assert result.exit_code == 75 and "stopped by SIGTERM at step 0" in result.output, result.output
+    wait_for(lambda: not Path(f"/proc/{engine}").exists(), 10)
 
 
 @pytest.mark.parametrize(
