@@ -1,5 +1,9 @@
 """A causal language model at the board: games as its tokens, the moves it gives, and games against an engine."""
 
+# First, because it says what to install where the package `chess` is missing.
+from common.chess_games import Notation, Phase, format_prompt, format_with_spans, game_phase, parse_move
+
+# isort: split
 import bisect
 import contextlib
 import functools
@@ -23,14 +27,6 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from common.arguments import UserError
-from common.chess_games import (
-    Notation,
-    Phase,
-    format_prompt,
-    format_with_spans,
-    game_phase,
-    parse_move,
-)
 from common.data import Batch, EvalBatches, Row
 from common.evaluation import generate_texts
 from common.losses import IGNORE_INDEX

@@ -19,6 +19,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+import common
 from common import chess_games, chess_model
 from common.arguments import UserError, parse_args
 from tests.conftest import REPOSITORY
@@ -102,6 +103,16 @@ def test_files_folders_and_patterns(recipe: ModuleType, tmp_path: Path) -> None:
     ]:
         with pytest.raises(UserError, match=message):
             read(text)
+
+
+def test_a_missing_package_is_an_error_for_the_user(recipe: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "chess", None)
+    for name in ("chess_games", "chess_model"):
+        monkeypatch.delitem(sys.modules, f"common.{name}")
+        monkeypatch.delattr(common, name)
+    monkeypatch.setattr(sys, "argv", ["chess_finetune.py", "--config=chess_finetune_demo"])
+    with pytest.raises(UserError, match=r"pip install -e \.\[chess\]"):
+        recipe.main()
 
 
 def test_real_games(recipe: ModuleType, shared_data: Path) -> None:
