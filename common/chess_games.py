@@ -143,6 +143,23 @@ def read_rows(
     return _distinct((_read_row(row, f"{source} row {number}") for number, row in enumerate(rows, 1)), report)
 
 
+def game_rows(
+    files: Sequence[tuple[str, int, int]] | None = None,
+    rows: Iterable[Mapping[str, Any]] = (),
+    source: str = "",
+    max_games: int | None = None,
+) -> Iterator[dict[str, str | None]]:
+    """The first games of files (path, size, time of change), or else of rows, for a cached table.
+
+    A row has `moves`, UCI with spaces between; the last one has the `report` instead.
+    """
+    report = ReadReport()
+    games = read_rows(rows, source, report) if files is None else read_games([file[0] for file in files], report)
+    for game in itertools.islice(games, max_games):
+        yield {"moves": " ".join(game.moves), "report": None}
+    yield {"moves": None, "report": str(report)}
+
+
 def list_files(paths: Iterable[str | Path]) -> list[Path]:
     """The files at the paths, of a folder those that end in `SUFFIXES`; raises UserError where there is none."""
     files: list[Path] = []

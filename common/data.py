@@ -4,6 +4,7 @@ The order of training examples is an endless sequence of per-epoch permutations.
 slice of it and processes take slices of the batch: a resumed run needs only the step, with any number of processes.
 """
 
+import bisect
 import csv
 import functools
 import itertools
@@ -418,6 +419,31 @@ def squeeze(text: str) -> str:
     return "\n".join(filter(None, (" ".join(line.split()) for line in text.splitlines())))
 
 
+def generate(function: Callable[..., Iterator[Row]], features: Features, **arguments: Any) -> Dataset:
+    """The rows that `function(**arguments)` yields; once per node, cached under the hash of its file and the arguments.
+
+    `function` is called once: an argument that is a list would be cut in pieces by `datasets`, with a call for each.
+    Raises the UserError that `function` raises.
+    """
+    assert not any(isinstance(value, list) for value in arguments.values())
+    hasher = Hasher()
+    hasher.update(Path(function.__code__.co_filename).read_bytes())
+    for name, value in sorted(arguments.items()):
+        hasher.update((name, value._fingerprint if isinstance(value, Dataset) else value))
+
+    def build() -> Dataset:
+        try:
+            return Dataset.from_generator(
+                function, features=features, gen_kwargs=arguments, fingerprint=hasher.hexdigest()
+            )
+        except DatasetGenerationError as error:
+            if isinstance(error.__cause__, UserError):
+                raise error.__cause__ from None
+            raise
+
+    return once_per_node(build)
+
+
 def head(dataset: Dataset, max_rows: int | None) -> Dataset:
     """The first `max_rows` rows; all of them for None."""
     return dataset if max_rows is None else dataset.select(range(min(max_rows, len(dataset))))
@@ -725,6 +751,58 @@ class Seq2SeqCollator:
         decoder_input_ids[decoder_input_ids == IGNORE_INDEX] = self._pad_token_id
         batch["decoder_input_ids"] = decoder_input_ids
         return batch
+
+
+class CausalCollator:
+    """Pad rows of `input_ids` and `labels` on the right to the longest of the batch, and what else a row has.
+
+    There is no attention mask: causal attention looks to the left, so no token sees the padding, and attention kernels
+    are faster without one. Padding is no target, whatever number it has. `pad_to_multiple_of` rounds the length up.
+    """
+
+    def __init__(self, pad_token_id: int, pad_to_multiple_of: int = 1) -> None:
+        self._fill = {
+            "input_ids": pad_token_id, "labels": IGNORE_INDEX, "position_ids": 0, "moves": -1, "phases": -1,
+        }  # fmt: skip
+        self._multiple = pad_to_multiple_of
+
+    def __call__(self, rows: list[Row]) -> Batch:
+        longest = max(len(row["input_ids"]) for row in rows)
+        length = math.ceil(longest / self._multiple) * self._multiple
+        return {
+            name: torch.tensor([row[name] + [fill] * (length - len(row[name])) for row in rows])
+            for name, fill in self._fill.items()
+            if name in rows[0]
+        }
+
+
+def pack(dataset: Dataset, max_length: int) -> Dataset:
+    """Put rows of `input_ids` and `labels` together in sequences of at most `max_length`, each row whole.
+
+    `position_ids` begin at 0 with each row, by which transformers' models keep the rows of a sequence apart where no
+    attention mask is given. Rows are looked at a thousand at a time; the longest go first, each into the fullest
+    sequence that has room.
+    """
+    return tokenize(dataset, functools.partial(_pack_rows, max_length=max_length))
+
+
+def _pack_rows(rows: dict[str, list[Any]], max_length: int) -> dict[str, list[Any]]:
+    lengths = [len(ids) for ids in rows["input_ids"]]
+    sequences: list[list[int]] = []
+    room: list[tuple[int, int]] = []  # (free positions, sequence), sorted
+    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
+        found = bisect.bisect_left(room, (lengths[row], 0))
+        free, sequence = room.pop(found) if found < len(room) else (max_length, len(sequences))
+        if sequence == len(sequences):
+            sequences.append([])
+        sequences[sequence].append(row)
+        bisect.insort(room, (free - lengths[row], sequence))
+    return {
+        "input_ids": [list(itertools.chain(*(rows["input_ids"][row] for row in each))) for each in sequences],
+        "labels": [list(itertools.chain(*(rows["labels"][row] for row in each))) for each in sequences],
+        "position_ids": [list(itertools.chain(*(range(lengths[row]) for row in each))) for each in sequences],
+        "length": [sum(lengths[row] for row in each) for each in sequences],
+    }
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -119,6 +119,7 @@ def generate_texts(
     *,
     max_new_tokens: int,
     num_beams: int = 1,
+    seed: int | None = None,
     **generation_settings: Any,
 ) -> list[str] | None:
     """Texts that the model generates, each example once, in dataset order; None except on the main process.
@@ -126,7 +127,8 @@ def generate_texts(
     Encoder-decoder models read a batch's `input_ids` and `attention_mask`; causal models continue them, so prompts must
     be padded on the left, and the texts are without the prompts. Greedy or beam search unless `generation_settings`
     (fields of transformers' GenerationConfig) say otherwise; the numbers of start, end and padding tokens are the
-    model's. Collective: each process needs the same number of batches.
+    model's. What is sampled with a seed does not depend on the number of processes. Collective: each process needs the
+    same number of batches.
     """
     settings = {"max_new_tokens": max_new_tokens, "num_beams": num_beams, "do_sample": False} | generation_settings
     texts: list[tuple[int, str]] = []
@@ -135,6 +137,8 @@ def generate_texts(
         synced = accelerator.num_processes > 1 and is_sharded(model)
         for item in _progress(accelerator, batches, "generating"):
             inputs = _to_device({key: item.batch[key] for key in ("input_ids", "attention_mask")}, accelerator)
+            if seed is not None:
+                torch.manual_seed(seed + item.indices[0])
             output = hf_model.generate(**inputs, synced_gpus=synced)
             if not hf_model.config.is_encoder_decoder:
                 assert bool(inputs["attention_mask"][:, -1].all()), "prompts must be padded on the left"

@@ -50,10 +50,15 @@ def peak_flops_per_second(device: torch.device, dtype: torch.dtype) -> float | N
 
 
 def sequence_lengths(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Input tokens of each row without padding, (batch,) int64; whole rows where the batch has no attention_mask."""
+    """Input tokens of each row without padding, (batch,) int64.
+
+    Without an attention_mask a causal model's rows end at their last target, and others nowhere before the batch does.
+    """
     if "attention_mask" in batch:
         return batch["attention_mask"].sum(-1, dtype=torch.int64)
     rows, length = batch["input_ids"].shape
+    if "labels" in batch and "decoder_input_ids" not in batch:
+        return ((batch["labels"] != IGNORE_INDEX) * torch.arange(1, length + 1)).amax(-1)
     return torch.full((rows,), length)
 
 

@@ -761,3 +761,56 @@ def test_padding_is_no_target(tokenizer: PreTrainedTokenizerBase) -> None:
             ).logits[0]
             total -= sum(logits.log_softmax(-1)[t, label].item() for t, label in enumerate(row["labels"]))
     assert padded == pytest.approx(total / int((batch["labels"] != IGNORE_INDEX).sum()), rel=1e-5)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Causal batches
+
+
+@pytest.mark.parametrize(("multiple", "length"), [(1, 3), (8, 8)])
+def test_causal_collator(multiple: int, length: int) -> None:
+    rows = [
+        {"input_ids": [5, 6, 7], "labels": [IGNORE_INDEX, 7, 1], "length": 3, "moves": [-1, 0, 0]},
+        {"input_ids": [8], "labels": [1], "length": 1, "moves": [4]},
+    ]
+    batch = data.CausalCollator(1, multiple)(rows)
+    assert set(batch) == {"input_ids", "labels", "moves"}  # no mask
+    assert batch["input_ids"].tolist() == [[5, 6, 7] + [1] * (length - 3), [8] + [1] * (length - 1)]
+    assert batch["labels"].tolist() == [
+        [IGNORE_INDEX, 7, 1] + [IGNORE_INDEX] * (length - 3), [1] + [IGNORE_INDEX] * (length - 1)
+    ]  # fmt: skip
+    assert batch["moves"].tolist() == [[-1, 0, 0] + [-1] * (length - 3), [4] + [-1] * (length - 1)]
+
+
+def test_pack_keeps_every_row_whole_and_once() -> None:
+    generator = random.Random(0)
+    lengths = [generator.randint(1, 40) for _ in range(1200)]
+    rows = [[1000 * number + position for position in range(length)] for number, length in enumerate(lengths)]
+    dataset = datasets.Dataset.from_dict({"input_ids": rows, "labels": [[-t for t in row] for row in rows]})
+    packed = data.pack(dataset, 40)
+    found = []
+    for row in packed:
+        assert row["length"] == len(row["input_ids"]) == len(row["labels"]) == len(row["position_ids"]) <= 40
+        assert row["labels"] == [-token for token in row["input_ids"]]
+        starts = [index for index, position in enumerate(row["position_ids"]) if position == 0]
+        for start, end in zip(starts, [*starts[1:], None], strict=True):
+            found.append(row["input_ids"][start:end])
+            assert row["position_ids"][start:end] == list(range(len(found[-1])))
+    assert sorted(found) == rows
+    assert sum(lengths) / (40 * len(packed)) > 0.97
+
+
+def _numbers(first: int, last: int) -> Iterator[dict[str, Any]]:
+    if last < first:
+        raise UserError("nothing to count")
+    yield from ({"number": number} for number in range(first, last + 1))
+
+
+def test_generated_rows_are_cached_by_arguments_and_user_errors_come_through() -> None:
+    features = datasets.Features({"number": datasets.Value("int64")})
+    first, again, other = (data.generate(_numbers, features, first=1, last=last) for last in (3, 3, 4))
+    assert first["number"][:] == again["number"][:] == [1, 2, 3] and other["number"][:] == [1, 2, 3, 4]
+    assert first._fingerprint == again._fingerprint != other._fingerprint
+    assert first.cache_files == again.cache_files != other.cache_files
+    with pytest.raises(UserError, match="^nothing to count$"):
+        data.generate(_numbers, features, first=1, last=0)

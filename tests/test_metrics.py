@@ -142,6 +142,8 @@ def test_lengths() -> None:
     assert target_lengths(batch).tolist() == [0, 0]
     assert target_lengths({**batch, "decoder_input_ids": labels}).tolist() == [2, 1]
     assert sequence_lengths({"input_ids": batch["input_ids"]}).tolist() == [4, 4]
+    labels = torch.tensor([[-100, 5, 6, 7], [5, 6, -100, -100]])  # the first begins with context
+    assert sequence_lengths({"input_ids": batch["input_ids"], "labels": labels}).tolist() == [4, 2]
 
 
 def test_throughput_averages_over_the_window(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,245 @@
+"""Fine-tune a causal language model on chess games and judge it by the rules of chess: CodeLlama-7B on LAION's games.
+
+    accelerate launch --config_file accelerate_configs/fsdp_full_shard.yaml recipes/chess_finetune.py \
+        --config recipes/configs/chess_finetune_7b.yaml
+
+The YAML says how the run is spread over devices, the preset what is trained; without --config it is _7b where there are
+GPUs and _demo, on games that ship with the repository, where there are none. Data: PGN files, LAION's parquet or JSON
+lines, or lines of moves (--train_file), or a dataset on the hub (--dataset_name). Every game is replayed; broken ones
+are left out. --engine stockfish lets the model play against a UCI engine at each evaluation.
+"""
+
+import functools
+import glob
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from accelerate import Accelerator
+from datasets import Dataset, Features, Value
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
+
+# `common.chess_games` and `common.chess_model` are imported by the functions that use them: without the package `chess`
+# that is an error for the user, which `run` shows in one line.
+from common import data
+from common.arguments import TrainArguments, UserError, arg, num_training_steps, parse_args, plan_batch
+from common.checkpoint import Checkpoints
+from common.evaluation import evaluation_batches, loss_and_accuracy, sum_over_dataset
+from common.export import export_model
+from common.launch import banner, build_accelerator, compute_dtype, run
+from common.loop import train
+from common.metrics import ModelFlops, Throughput, peak_flops_per_second
+from common.models import check_kind, check_vocabulary, describe_model, load_config, load_model, load_tokenizer
+from common.optim import build_optimizer, build_scheduler
+from common.sharding import describe_units, prepare_model
+from common.tracking import RunLog
+
+SAMPLE_FILE = Path(__file__).resolve().parent / "samples" / "chess_games.jsonl"
+# Columns of a dataset on the hub: LAION's, or the text of a game.
+COLUMNS: list[tuple[str, ...]] = [("Moves", "Termination", "Result"), ("Moves",), ("text",)]
+# Kernels that keep the games of a packed sequence apart.
+PACKING_KERNELS = (None, "sdpa", "eager", "flex_attention")
+
+
+@dataclass
+class ChessArguments(TrainArguments):
+    presets: ClassVar[tuple[str, str]] = ("chess_finetune_demo", "chess_finetune_7b")
+
+    dataset_name: str | None = arg(None, "Dataset on the Hugging Face hub; its training split is read.")
+    dataset_config_name: str | None = arg(None, "Configuration of that dataset.")
+    train_file: str | None = arg(
+        None, "PGN, parquet, JSON lines or text: files, folders, patterns, with commas (default: the embedded games)."
+    )
+    max_games: int | None = arg(None, "Read only the first so many games; replaying one takes about 4 ms.")
+    validation_size: float = arg(0.05, "Fraction of the games that is set aside for validation.")
+    notation: Literal["uci", "san"] = arg("uci", "How moves are written: e2e4 e7e5 (uci) or 1. e4 e5 (san).")
+    square_tokenizer: bool = arg(
+        False, "Random weights, uci: a token for each square instead of a tokenizer; two make a move."
+    )
+    max_seq_length: int = arg(1024, "Tokens of a training example; longer games are cut between moves.")
+    packing: bool = arg(False, "Several games in a sequence, which do not see each other, instead of padding.")
+    legal_move_samples: int = arg(256, "Positions of validation games that the model moves in; 0: none.")
+    engine: str | None = arg(None, "UCI engine to play against at each evaluation: a path, or stockfish.")
+    engine_games: int = arg(10, "Games against the engine.")
+    engine_nodes: int = arg(1000, "Positions that the engine looks at for a move.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        least = {"max_games": 2, "legal_move_samples": 0, "engine_games": 1, "engine_nodes": 1, "max_seq_length": 32}
+        for name, value in least.items():
+            if getattr(self, name) is not None and getattr(self, name) < value:
+                raise UserError(f"--{name} is {getattr(self, name)}; it must be at least {value}.")
+        if not 0 < self.validation_size < 1:
+            raise UserError(f"--validation_size is {self.validation_size}; it must be a fraction between 0 and 1.")
+        if self.dataset_name and self.train_file:
+            raise UserError("give --dataset_name or --train_file, not both; `--dataset_name=` drops the preset's.")
+        if self.square_tokenizer and (self.tokenizer_name_or_path or self.notation != "uci"):
+            raise UserError("--square_tokenizer makes its own tokenizer, for --notation uci: drop it, or the others.")
+        if self.packing and self.attn_implementation not in PACKING_KERNELS:
+            raise UserError(
+                f"--packing: {self.attn_implementation} would let games see each other; use sdpa or flex_attention."
+            )
+
+
+def load_games(args: ChessArguments) -> tuple[Dataset, Dataset, str]:
+    """(training games, validation games, report of what was dropped); a row has `moves`: UCI with spaces between."""
+    from common import chess_games
+
+    features = Features({"moves": Value("string"), "report": Value("string")})
+    if args.dataset_name:
+        rows = data.load_splits(
+            columns=COLUMNS, dataset_name=args.dataset_name, dataset_config_name=args.dataset_config_name
+        )["train"]
+        source: dict[str, Any] = {"rows": rows, "source": args.dataset_name}
+    else:
+        files = chess_games.list_files(expand_paths(args.train_file or str(SAMPLE_FILE)))
+        # Size and time are part of the cache key: an edited file is read again.
+        source = {"files": tuple((str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files)}
+    table = data.generate(chess_games.game_rows, features, max_games=args.max_games, **source)
+    games, report = table.select(range(len(table) - 1)).select_columns("moves"), table[-1]["report"]
+    if len(games) < 2:
+        raise UserError(
+            f"{args.dataset_name or args.train_file}: two good games are needed at least: {' '.join(report.split())}"
+        )
+    moves = (row["moves"].split() for row in games)
+    train_games, eval_games = map(games.select, chess_games.split_by_game(moves, args.validation_size, args.seed))
+    return data.head(train_games, args.max_train_samples), data.head(eval_games, args.max_eval_samples), report
+
+
+def expand_paths(text: str) -> list[str]:
+    """Paths of --train_file: with commas between, and patterns such as `games/*.pgn`."""
+    paths: list[str] = []
+    for part in [text] if Path(text).exists() else text.split(","):
+        found = sorted(glob.glob(part, recursive=True)) if glob.has_magic(part) and not Path(part).exists() else [part]
+        if not found:
+            raise UserError(f"--train_file {part}: no file has such a name.")
+        paths += found
+    return paths
+
+
+def tokenize_games(
+    args: ChessArguments, tokenizer: PreTrainedTokenizerBase, games: Dataset, with_moves: bool = False
+) -> Dataset:
+    """Training examples of the games: `input_ids`, `labels` and `length`, see `encode_games`."""
+    from common import chess_model
+
+    function = functools.partial(
+        chess_model.encode_games,
+        tokenizer=tokenizer,
+        notation=args.notation,
+        max_length=args.max_seq_length,
+        with_moves=with_moves,
+    )
+    return data.tokenize(games, function, num_workers=args.preprocessing_num_workers)
+
+
+def fit_config(args: ChessArguments, config: Any, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Make the config of a model from random weights follow the tokenizer; check that model and data fit together."""
+    if args.model_config_path:
+        if args.square_tokenizer:
+            config.vocab_size = len(tokenizer)
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            setattr(config, name, getattr(tokenizer, name))
+    check_vocabulary(config, tokenizer)
+    if args.max_seq_length > config.max_position_embeddings:
+        raise UserError(
+            f"--max_seq_length {args.max_seq_length}: the model has {config.max_position_embeddings} positions; "
+            "lower it, or raise the config's number."
+        )
+
+
+class Evaluation:
+    """Validation games and positions, drawn once, and what the model makes of them."""
+
+    def __init__(
+        self, args: ChessArguments, accelerator: Accelerator, tokenizer: PreTrainedTokenizerBase, games: Dataset
+    ) -> None:
+        from common import chess_model
+
+        self.args, self.accelerator, self.tokenizer, self.games = args, accelerator, tokenizer, games
+        self.examples = tokenize_games(args, tokenizer, games, with_moves=True)
+        collate = data.CausalCollator(chess_model.padding_token_id(tokenizer), pad_to_multiple_of=8)
+        self.batches = evaluation_batches(args, accelerator, self.examples, collate)
+        self.max_prompt_length = args.max_seq_length - chess_model.MAX_MOVE_TOKENS
+        self.positions = chess_model.draw_positions(
+            games["moves"][:], tokenizer, args.notation, num_positions=args.legal_move_samples,
+            max_prompt_length=self.max_prompt_length, seed=args.seed,
+        )  # fmt: skip
+        self.engine_path = chess_model.find_engine(args.engine) if args.engine else None
+
+    def __call__(self, model: nn.Module) -> dict[str, float]:
+        """Loss per token and per move, next-move accuracy, legal-move rates, score against the engine. Collective."""
+        from common import chess_model
+
+        args, accelerator, tokenizer = self.args, self.accelerator, self.tokenizer
+        assert self.batches is not None  # there is always a validation game
+        sums = sum_over_dataset(accelerator, model, self.batches, chess_model.move_statistics)
+        metrics = loss_and_accuracy(sums)
+        metrics["eval_perplexity"] = math.exp(metrics["eval_loss"])
+        metrics |= chess_model.move_metrics(sums)
+        if self.positions:
+            metrics |= chess_model.legal_move_rates(
+                accelerator, model, tokenizer, self.positions, args.notation,
+                per_device_batch_size=args.per_device_eval_batch_size, seed=args.seed,
+            )  # fmt: skip
+        if self.engine_path:
+            metrics |= chess_model.play_match(
+                accelerator, model, tokenizer, self.engine_path, self.games["moves"][: args.engine_games],
+                args.notation, num_games=args.engine_games, num_nodes=args.engine_nodes,
+                max_prompt_length=self.max_prompt_length, per_device_batch_size=args.per_device_eval_batch_size,
+            )  # fmt: skip
+        accelerator.print(chess_model.table(metrics))
+        return metrics
+
+
+def main() -> None:
+    args = parse_args(ChessArguments)
+    from common import chess_model
+
+    accelerator, strategy = build_accelerator(args)
+    plan = plan_batch(args, accelerator.num_processes)
+    config = load_config(args)
+    check_kind(config, AutoModelForCausalLM)
+    is_new_tokenizer = args.square_tokenizer and not args.model_name_or_path
+    tokenizer = chess_model.square_tokenizer() if is_new_tokenizer else load_tokenizer(args)
+    chess_model.check_tokenizer(tokenizer, args.notation)
+    fit_config(args, config, tokenizer)
+    checkpoints = Checkpoints(args, accelerator, strategy, tokenizer)
+
+    train_games, eval_games, report = load_games(args)
+    train_data = tokenize_games(args, tokenizer, train_games)
+    if args.packing:
+        train_data = data.pack(train_data, args.max_seq_length)
+    evaluate = Evaluation(args, accelerator, tokenizer, eval_games)
+    collate = data.CausalCollator(chess_model.padding_token_id(tokenizer), pad_to_multiple_of=8)
+    sampler = data.StepSampler(len(train_data), plan.total, args.seed, data.column_array(train_data, "length"))
+    num_steps = num_training_steps(args, len(train_data), plan.total)
+
+    model, weights = load_model(args, config, AutoModelForCausalLM, accelerator)
+    description, flops = describe_model(model, args), ModelFlops.of_model(model)
+    model = prepare_model(model, weights, args, accelerator, strategy)
+    optimizer = build_optimizer(model, args)
+    scheduler = build_scheduler(optimizer, args, num_steps, steps_per_epoch=len(train_data) / plan.total)
+    peak_flops = peak_flops_per_second(accelerator.device, compute_dtype(args, strategy))
+
+    # Not before: a mistake in data or model must leave no run in the trackers.
+    log = RunLog(args, accelerator, project="chess-finetune", run_id=checkpoints.tracker_run_id)
+    sizes = f"{len(train_games):,} training games in {len(train_data):,} examples, {len(eval_games):,} for validation"
+    banner(
+        args, accelerator, strategy, model=description, sharding=describe_units(model),
+        batch=f"{plan}, {num_steps} steps", data=f"{sizes}; {report}",
+    )  # fmt: skip
+    data.show_samples(accelerator, args.show_samples, train_data, tokenizer)
+    train(
+        args, plan, accelerator, model, optimizer, scheduler, train_data, sampler, collate, log,
+        Throughput(accelerator.device, flops, peak_flops), checkpoints,
+        num_steps=num_steps,
+        evaluate=lambda: evaluate(model),
+        export=lambda folder: export_model(model, tokenizer, folder, accelerator),
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    run(main)
