@@ -309,6 +309,7 @@ def parse_args(recipe: type[Arguments], argv: Sequence[str] | None = None) -> Ar
     args.preset, args.preset_reason = (None, reason) if preset is None else (str(preset), reason)
     if not args.output_dir:  # not given, or from a shell variable that is not set
         args.output_dir = str(Path("runs") / (preset.stem if preset else Path(sys.argv[0]).stem))
+    args.output_dir = os.path.expanduser(args.output_dir)  # a shell leaves the ~ of --output_dir=~/run as it is
     return args
 
 

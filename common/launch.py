@@ -4,6 +4,7 @@ The one place that builds an `Accelerator`. On a machine without a GPU the same 
 with real FSDP units; what had to be substituted is named in the banner, and what cannot be rehearsed is refused.
 """
 
+import fcntl
 import importlib.util
 import os
 import shutil
@@ -16,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import IO, Any, Literal, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -366,9 +367,17 @@ RUN_FILES = ("config.yaml", "metrics.jsonl", "checkpoints", "model", "best", "re
 
 
 def _check_output_dir(args: TrainArguments) -> None:
-    folder = Path(str(args.output_dir))
+    try:
+        _check_folder(args, Path(str(args.output_dir)))
+    except OSError as error:
+        raise UserError(f"--output_dir {args.output_dir}: cannot be used: {error.strerror}.") from error
+
+
+def _check_folder(args: TrainArguments, folder: Path) -> None:
     if folder.exists() and not folder.is_dir():
         raise UserError(f"--output_dir {folder} is a file; give a folder.")
+    if folder.is_symlink() and not folder.exists():
+        raise UserError(f"--output_dir {folder} is a link to {folder.readlink()}, which does not exist; make it first.")
     existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     if not existing.is_dir():
         raise UserError(f"--output_dir {folder}: {existing} is a file; give another folder.")
@@ -392,6 +401,7 @@ def claim_output_dir(args: TrainArguments, accelerator: Accelerator) -> None:
         folder = Path(str(args.output_dir))
         try:
             folder.mkdir(parents=True, exist_ok=True)
+            _lock(folder)
             if not args.resume_from_checkpoint:  # else once the checkpoint is known to be this run's
                 for path in [folder / name for name in RUN_FILES if (folder / name).exists()]:
                     shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -399,6 +409,32 @@ def claim_output_dir(args: TrainArguments, accelerator: Accelerator) -> None:
         except OSError as error:
             raise UserError(f"--output_dir {folder}: cannot be written: {error}") from error
     accelerator.wait_for_everyone()
+
+
+_locks: dict[Path, IO[str]] = {}  # open until the process ends, which lets go of them however it ends
+LOCK_SECONDS = 10.0  # a killed run's data workers may live a little longer than it
+
+
+def _lock(folder: Path) -> None:
+    """Raise `UserError` when another run on this machine has the folder."""
+    if folder.resolve() in _locks:
+        return
+    file = (folder / ".lock").open("w")
+    deadline = time.monotonic() + LOCK_SECONDS
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise UserError(
+                    f"--output_dir {folder}: another run is writing to it; wait for its end or choose another folder."
+                ) from None
+            time.sleep(0.2)
+            continue
+        except OSError:  # a file system without locks
+            return
+        _locks[folder.resolve()] = file
+        return
 
 
 def write_config(args: TrainArguments) -> None:

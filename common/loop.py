@@ -218,6 +218,9 @@ def train(
             except _Interrupted:
                 save_and_stop(stop)
             is_best = _is_better(args.metric_for_best_model, metrics, progress)
+            if args.metric_for_best_model not in metrics:
+                known = ", ".join(metrics)
+                say(f"warning: --metric_for_best_model {args.metric_for_best_model}: no best model, there is {known}")
             log.log(progress.step, metrics)
             say(f"step {progress.step}: {format_metrics(metrics)}" + (" | new best" if is_best else ""))
             if is_best:

@@ -228,11 +228,9 @@ def load_model(
             return model, None
         with init_empty_weights(include_buffers=False), recorded_init() as calls:
             model = auto_class.from_config(config, dtype=torch.float32, **kwargs)
-    except (ValueError, ImportError) as error:
-        if args.attn_implementation:
-            raise UserError(f"--attn_implementation {args.attn_implementation}: {_one_line(error)}") from error
-        raise
     except Exception as error:  # whatever impossible sizes run into
+        if args.attn_implementation and isinstance(error, (ValueError, ImportError)):
+            raise UserError(f"--attn_implementation {args.attn_implementation}: {_one_line(error)}") from error
         if args.config_overrides:
             raise UserError(
                 f"--config_overrides {args.config_overrides!r}: no model can be built with it "

@@ -31,7 +31,10 @@ class MetricsLog:
         self.path = Path(output_dir) / "metrics.jsonl"
         self.is_main_process = is_main_process
         if is_main_process:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise UserError(f"--output_dir {output_dir}: cannot be made: {error.strerror}.") from error
 
     def log(self, step: int, metrics: Metrics) -> None:
         """Append a line with `step` and the metrics."""

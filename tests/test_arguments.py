@@ -432,6 +432,11 @@ def test_number_of_steps(max_steps: int, epochs: float, num_examples: int, total
     assert num_training_steps(args, num_examples, total) == expected
 
 
+def test_the_home_folder_in_the_output_folder(preset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    assert parse(preset, "", "--output_dir=~/run").output_dir == "/home/me/run"
+
+
 def test_tracker_names(monkeypatch: pytest.MonkeyPatch) -> None:
     assert tracker_names("none") == []
     assert tracker_names("wandb, tensorboard,wandb") == ["wandb", "tensorboard"]

@@ -36,6 +36,16 @@ def start(forked: ForkedParent, what: str, out: Path, *flags: str, **options: An
     return forked.run(__file__, what, str(out), *flags, **(defaults | options))
 
 
+@pytest.mark.parametrize(
+    ("name", "said"), [("file/run", "is a file"), ("link", "does not exist"), ("n" * 300, "File name too long")]
+)
+def test_folders_that_cannot_be(name: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "absent")
+    with pytest.raises(UserError, match=f"^--output_dir .*{said}"):
+        launch._check_output_dir(TrainArguments(output_dir=str(tmp_path / name)))
+
+
 # `run`.
 
 

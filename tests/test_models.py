@@ -397,7 +397,7 @@ def test_mistakes_in_overrides(overrides: str, words: list[str]) -> None:
     assert all(word in str(caught.value) for word in ["--config_overrides", *words]), caught.value
 
 
-@pytest.mark.parametrize("overrides", ["num_heads=0", "vocab_size=-3"])
+@pytest.mark.parametrize("overrides", ["num_heads=0", "vocab_size=-3", "dropout_rate=2.0"])
 def test_overrides_that_no_model_can_have(overrides: str, accelerator: Accelerator) -> None:
     args = TrainArguments(model_config_path=str(T5_DEMO), config_overrides=overrides)
     with pytest.raises(UserError, match=f"--config_overrides '{overrides}': no model can be built"):

@@ -1,6 +1,7 @@
 """Bad input through the real recipe under two processes: one line, exit code 2, nothing written, nothing lost."""
 
 import json
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -206,6 +207,21 @@ def test_overwriting_replaces_the_run_and_nothing_else(forked: ForkedParent, tmp
     assert (output / "notes.txt").read_text() == "mine"
     assert not (output / "best").exists() and not (output / "checkpoints").exists()
     assert "seed: 42" in (output / "config.yaml").read_text()
+
+
+def test_two_runs_do_not_share_a_folder(forked: ForkedParent, tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    options = ["--config=t5_summarize_demo", f"--output_dir={output}", "--max_steps=1000", "--eval_strategy=no"]
+    first = forked.start(RECIPE, *options, config="single_device", launcher_flags=["--mixed_precision", "no"])
+    deadline = time.monotonic() + 60
+    while not (output / "config.yaml").exists():
+        assert time.monotonic() < deadline, first.output
+        time.sleep(0.1)
+    second = start(forked, *options, "--overwrite_output_dir")
+    first.kill()
+    assert second.exit_code == 2 and "another run is writing to it" in second.output, second.output
+    assert first.wait().exit_codes == [-9]
+    assert (output / "config.yaml").exists()
 
 
 def test_help_is_shown_once(forked: ForkedParent) -> None:
