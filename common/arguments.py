@@ -221,6 +221,15 @@ class TrainArguments(
             raise UserError(
                 f"--min_learning_rate {self.min_learning_rate} is above --learning_rate {self.learning_rate}."
             )
+        for name, text in self.to_dict().items():
+            if text == "" and (name.endswith("_file") or name in ("model_name_or_path", "model_config_path")):
+                raise UserError(
+                    f"--{name} is empty (a shell variable that is not set?): give a path, or drop the flag."
+                )
+        if self.resume_from_checkpoint and self.overwrite_output_dir:
+            raise UserError(
+                "--resume_from_checkpoint goes on and --overwrite_output_dir starts afresh: drop one of them."
+            )
         if self.wandb_log_model and "wandb" not in tracker_names(self.report_to):
             raise UserError("--wandb_log_model uploads to wandb: add --report_to wandb, or drop the flag.")
         tracker_names(self.report_to)
@@ -297,6 +306,7 @@ def parse_args(recipe: type[Arguments], argv: Sequence[str] | None = None) -> Ar
         ):  # a flag replaces the preset's model, of either kind
             defaults.pop("model_config_path", None)
             defaults.pop("model_name_or_path", None)
+            defaults.pop("config_overrides", None)  # they are the preset's model's
         if namespace.model_name_or_path:  # which has its own tokenizer
             defaults.pop("tokenizer_name_or_path", None)
         parser.set_defaults(**defaults)
@@ -466,4 +476,5 @@ def tracker_names(report_to: str) -> list[str]:
 
 def is_first_process() -> bool:
     """Whether this is global rank 0 by the launcher's environment (before any process group exists)."""
-    return int(os.environ.get("RANK", os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK", "0")))) == 0
+    ranks = [os.environ.get(name) for name in ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK")]
+    return next(filter(None, ranks), "0") == "0"

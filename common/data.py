@@ -246,6 +246,8 @@ def _read_rows(files: list[tuple[str, int, int]], columns: tuple[str, ...], is_l
         if file.suffix == ".csv":
             rows = _csv_rows(file)
             header = next(rows)
+            if twice := [column for column in columns if header.count(column) > 1]:
+                raise UserError(f"{file}: column {twice[0]!r} is there {header.count(twice[0])} times; rename one")
             for values in rows:
                 row = dict(zip(header, values, strict=False))  # a short row leaves its last columns empty
                 yield {column: row.get(column) for column in columns}
@@ -307,7 +309,7 @@ def _json_rows(file: Path) -> Iterator[tuple[int, Row]]:
                     continue
                 try:
                     row = json.loads(line)
-                except json.JSONDecodeError as error:
+                except (json.JSONDecodeError, RecursionError) as error:
                     raise UserError(
                         f"{file} line {number}: not JSON ({error}); one object a line is expected"
                     ) from None

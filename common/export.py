@@ -52,8 +52,12 @@ def export_model(
         except Exception:  # a full disk would stay full
             shutil.rmtree(temporary, ignore_errors=True)
             raise
-        shutil.rmtree(folder, ignore_errors=True)
+        old = folder.with_name(folder.name + ".old.tmp")  # never half removed under its own name
+        shutil.rmtree(old, ignore_errors=True)
+        if folder.exists():
+            folder.rename(old)
         temporary.rename(folder)
+        shutil.rmtree(old, ignore_errors=True)
     accelerator.wait_for_everyone()
 
 

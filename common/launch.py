@@ -155,6 +155,12 @@ def build_accelerator(args: TrainArguments) -> tuple[Accelerator, Strategy]:
 
     Raises `UserError` before anything is loaded when the machine cannot do what was asked.
     """
+    given = [name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if os.environ.get(name)]
+    if 0 < len(given) < 3:
+        raise UserError(
+            f"the environment has {', '.join(given)} but not all of RANK, WORLD_SIZE and LOCAL_RANK, which a launcher "
+            "sets: start with accelerate launch, or unset them."
+        )
     config_file = check_launch(args.accelerate_config)
     requested = _requested_kind()
     on_cpu = _flag("ACCELERATE_USE_CPU") or not torch.cuda.is_available()
@@ -389,6 +395,23 @@ def _check_folder(args: TrainArguments, folder: Path) -> None:
             f"--output_dir {folder} holds another run ({', '.join(found)}): choose another folder, go on with "
             "--resume_from_checkpoint latest, or start afresh with --overwrite_output_dir."
         )
+    if "model" in found and args.resume_from_checkpoint == "latest" and "checkpoints" not in found:
+        raise UserError(
+            f"--resume_from_checkpoint latest: {folder} holds a finished run without checkpoints; train from its "
+            f"weights with --model_name_or_path {folder / 'model'} into another folder, or give --overwrite_output_dir."
+        )
+    if args.overwrite_output_dir:
+        for name, value in args.to_dict().items():
+            inside = [part for part in found if isinstance(value, str) and _is_inside(value, folder / part)]
+            if inside and name != "output_dir":
+                raise UserError(
+                    f"--overwrite_output_dir would remove {folder / inside[0]}, which --{name} {value} needs: choose "
+                    "another --output_dir."
+                )
+
+
+def _is_inside(text: str, folder: Path) -> bool:
+    return text != "" and Path(text).exists() and Path(text).resolve().is_relative_to(folder.resolve())
 
 
 def claim_output_dir(args: TrainArguments, accelerator: Accelerator) -> None:

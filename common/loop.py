@@ -1,6 +1,9 @@
 """The training loop: one turn is one optimizer step."""
 
+import contextlib
+import json
 import math
+import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -10,13 +13,14 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
 from datasets import Dataset
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 from tqdm.auto import tqdm
 
 from common.arguments import BatchPlan, TrainArguments
-from common.checkpoint import Checkpoints
+from common.checkpoint import SUPERSEDED, Checkpoints
 from common.data import Batch, Collator, StepSampler, train_batches
 from common.evaluation import polling
 from common.launch import RunFailed, Stopped, claim_output_dir
@@ -26,6 +30,8 @@ from common.optim import LossScale
 from common.sharding import clip_grad_norm_, gradient_sync
 from common.stopping import StopRequest
 from common.tracking import RunLog, format_metrics
+
+BEST_FILE = "best_step.json"  # in best/: the step that it is of
 
 LossFunction = Callable[[nn.Module, Batch], torch.Tensor]
 Evaluation = Callable[[], dict[str, float]]
@@ -169,6 +175,8 @@ def train(
         return progress
     if saved is not None:
         progress = Progress(**saved["progress"])
+        if not _holds_best(output / "best", progress.best_step, accelerator):
+            progress.best_metric = progress.best_step = None
         window.restore(saved["window"])
         epoch.loss_sum, epoch.num_steps = saved["epoch"]
         if accelerator.scaler is not None and saved["loss_scale"] is not None:
@@ -225,6 +233,8 @@ def train(
             say(f"step {progress.step}: {format_metrics(metrics)}" + (" | new best" if is_best else ""))
             if is_best:
                 export(output / "best")
+                if accelerator.is_main_process:
+                    (output / "best" / BEST_FILE).write_text(json.dumps({"step": progress.step}))
             epoch.validation = (metrics.get("eval_loss"), is_best)
         progress.is_evaluation_due = False
         model.train()
@@ -331,6 +341,20 @@ def train(
         log.finish(output / "model" if args.wandb_log_model else None)
     _say_where(accelerator, output, progress, args.metric_for_best_model)
     return progress
+
+
+def _holds_best(folder: Path, step: int | None, accelerator: Accelerator) -> bool:
+    """Whether best/ is the model of this step; one of another course of the run is set aside. Collective."""
+    held: int | None = None
+    if accelerator.is_main_process and folder.is_dir():
+        with contextlib.suppress(OSError, ValueError, KeyError):  # killed before it was written
+            held = json.loads((folder / BEST_FILE).read_text())["step"]
+        if held != step:
+            aside = folder.with_name(folder.name + SUPERSEDED)
+            shutil.rmtree(aside, ignore_errors=True)
+            folder.rename(aside)
+            accelerator.print(f"set aside as {aside}: it is not of a step that the run goes on from")
+    return broadcast_object_list([held])[0] == step
 
 
 class _Interrupted(Exception):

@@ -59,6 +59,10 @@ class GPTArguments(TrainArguments):
                 raise UserError(f"--{name} is {getattr(self, name)}; it must be at least 1.")
         if self.validation_size <= 0:
             raise UserError(f"--validation_size is {self.validation_size}; it must be greater than 0.")
+        if self.validation_size >= 1 and self.validation_size % 1:
+            raise UserError(
+                f"--validation_size is {self.validation_size}; give a fraction below 1 or whole characters."
+            )
         if self.temperature < 0:
             raise UserError(f"--temperature is {self.temperature}; it must not be negative.")
         if self.character_level and self.tokenizer_name_or_path:

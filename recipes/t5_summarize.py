@@ -74,6 +74,10 @@ class T5Arguments(TrainArguments):
             raise UserError(f"--rouge_samples is {self.rouge_samples}; give a number of examples, or 0 for no ROUGE.")
         if self.validation_size <= 0 or self.max_summary_ratio <= 0:
             raise UserError("--validation_size and --max_summary_ratio must be greater than 0.")
+        if self.validation_size >= 1 and self.validation_size % 1:
+            raise UserError(f"--validation_size is {self.validation_size}; give a fraction below 1 or whole rows.")
+        if self.document_column and self.document_column == self.summary_column:
+            raise UserError(f"--document_column and --summary_column are both {self.document_column}.")
         if bool(self.document_column) != bool(self.summary_column):
             raise UserError("--document_column and --summary_column go together: give both or neither.")
 

@@ -432,6 +432,37 @@ def test_number_of_steps(max_steps: int, epochs: float, num_examples: int, total
     assert num_training_steps(args, num_examples, total) == expected
 
 
+def test_a_model_of_a_flag_takes_no_overrides_of_the_preset(preset: Path) -> None:
+    text = "model_config_path: a\nconfig_overrides: n_layer=2\ntokenizer_name_or_path: t\n"
+    args = parse(preset, text, "--model_name_or_path=b")
+    assert (args.model_config_path, args.config_overrides, args.tokenizer_name_or_path) == (None, None, None)
+    assert parse(preset, text, "--model_name_or_path=b", "--config_overrides=x=1").config_overrides == "x=1"
+    assert parse(preset, text).config_overrides == "n_layer=2"
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--model_name_or_path="], "--model_name_or_path is empty"),
+        (["--resume_from_checkpoint=latest", "--overwrite_output_dir"], "drop one of them"),
+    ],
+)
+def test_flags_that_contradict_or_are_empty(flags: list[str], said: str, preset: Path) -> None:
+    with pytest.raises(UserError, match=said):
+        parse(preset, "", *flags)
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"), [({}, True), ({"RANK": ""}, True), ({"RANK": "1"}, False), ({"PMI_RANK": "2"}, False)]
+)
+def test_the_first_process(environment: dict[str, str], expected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert arguments.is_first_process() is expected
+
+
 def test_the_home_folder_in_the_output_folder(preset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/me")
     assert parse(preset, "", "--output_dir=~/run").output_dir == "/home/me/run"

@@ -747,6 +747,18 @@ def test_seq2seq_collator_shifts_as_the_model_does(tokenizer: PreTrainedTokenize
     assert torch.equal(batch["decoder_input_ids"], expected)
 
 
+def test_a_column_twice(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("document,summary,summary\na,b,c\n")
+    with pytest.raises(UserError, match=r"a\.csv: column 'summary' is there 2 times"):
+        data.load_splits(columns=PAIR, train_file=tmp_path / "a.csv")
+
+
+def test_json_that_is_nested_too_deep(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("[" * 100_000 + "\n")
+    with pytest.raises(UserError, match=r"a\.jsonl line 1: not JSON"):
+        data.load_splits(columns=PAIR, train_file=tmp_path / "a.jsonl")
+
+
 def test_padding_is_no_target(tokenizer: PreTrainedTokenizerBase) -> None:
     """The loss of a padded batch is the mean over the real tokens of each example alone."""
     model, rows = tiny_t5(tokenizer), rows_of(tokenizer)

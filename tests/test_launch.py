@@ -46,6 +46,33 @@ def test_folders_that_cannot_be(name: str, said: str, tmp_path: Path) -> None:
         launch._check_output_dir(TrainArguments(output_dir=str(tmp_path / name)))
 
 
+def test_what_is_overwritten_is_not_needed(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    (run / "model").mkdir(parents=True)
+    args = TrainArguments(output_dir=str(run), overwrite_output_dir=True, model_name_or_path=str(run / "model"))
+    with pytest.raises(UserError, match="would remove .*run/model, which --model_name_or_path"):
+        launch._check_output_dir(args)
+    launch._check_output_dir(TrainArguments(output_dir=str(run), overwrite_output_dir=True))
+
+
+def test_a_finished_run_without_checkpoints_is_not_gone_on_with(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").touch()
+    args = TrainArguments(output_dir=str(tmp_path), resume_from_checkpoint="latest")
+    launch._check_output_dir(args)  # killed before its first checkpoint: from the start
+    (tmp_path / "model").mkdir()
+    with pytest.raises(UserError, match="a finished run without checkpoints"):
+        launch._check_output_dir(args)
+
+
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK"])
+def test_half_an_environment(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for other in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(other, raising=False)
+    monkeypatch.setenv(name, "1")
+    with pytest.raises(UserError, match=f"the environment has {name} but not all"):
+        build_accelerator(TrainArguments(output_dir=str(tmp_path / "run")))
+
+
 # `run`.
 
 

@@ -156,6 +156,10 @@ def check(args: argparse.Namespace) -> None:
         config = load_config_from_file(args.config_file)
     except (yaml.YAMLError, ValueError) as error:
         raise ValueError(f"--config_file {path}: {' '.join(str(error).split())}") from error
+    except (AttributeError, TypeError) as error:  # accelerate's, of a value of the wrong type
+        from common.accelerate_config import check_config
+
+        raise ValueError("; ".join(check_config(path)) or f"--config_file {path}: {error}") from error
 
     if (args.mixed_precision or config.mixed_precision) == "fp8" and importlib.util.find_spec("torchao") is None:
         raise ValueError(

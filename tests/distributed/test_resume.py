@@ -205,6 +205,22 @@ def test_metrics_of_a_course_that_was_given_up_are_cut(forked: ForkedParent, tmp
     assert lines(output)[:2] == first
 
 
+def test_the_best_model_of_another_course_is_set_aside(forked: ForkedParent, tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    evaluating = ["--eval_strategy=steps", "--eval_steps=2", "--max_steps=4"]
+    train(forked, output, *saving(2), *evaluating)
+    held = json.loads((output / "best" / "best_step.json").read_text())["step"]
+    assert held == 4, "the loss falls"
+    ruin = ["--learning_rate=5", "--allow_changed=learning_rate"]
+    checkpoint = f"--resume_from_checkpoint={output}/checkpoints/step_00000002"
+    result = train(forked, output, *saving(2), *evaluating, *ruin, checkpoint)
+    assert "set aside as" in result.output and (output / "best.superseded" / "model.safetensors").is_file()
+    (said,) = re.findall(r"best model \S+ \(eval_loss (\S+) at step (\d+)\)", result.output)
+    losses = {line["step"]: line["eval_loss"] for line in lines(output) if "eval_loss" in line}
+    held = json.loads((output / "best" / "best_step.json").read_text())["step"]
+    assert held == int(said[1]) == 4 and said[0] == f"{losses[held]:.4f}"
+
+
 def lines_until(output: Path, step: int) -> list[dict[str, float]]:
     complete = [line for line in (output / "metrics.jsonl").read_text().splitlines() if line.endswith("}")]
     return [line for line in map(json.loads, complete) if line["step"] <= step]
