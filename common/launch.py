@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import IO, Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -434,7 +434,7 @@ def claim_output_dir(args: TrainArguments, accelerator: Accelerator) -> None:
     accelerator.wait_for_everyone()
 
 
-_locks: dict[Path, IO[str]] = {}  # open until the process ends, which lets go of them however it ends
+_locks: dict[Path, int] = {}  # open until the process ends, however it ends
 LOCK_SECONDS = 10.0  # a killed run's data workers may live a little longer than it
 
 
@@ -442,11 +442,11 @@ def _lock(folder: Path) -> None:
     """Raise `UserError` when another run on this machine has the folder."""
     if folder.resolve() in _locks:
         return
-    file = (folder / ".lock").open("w")
+    descriptor = os.open(folder, os.O_RDONLY)
     deadline = time.monotonic() + LOCK_SECONDS
     while True:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             if time.monotonic() > deadline:
                 raise UserError(
@@ -456,7 +456,7 @@ def _lock(folder: Path) -> None:
             continue
         except OSError:  # a file system without locks
             return
-        _locks[folder.resolve()] = file
+        _locks[folder.resolve()] = descriptor
         return
 
 
