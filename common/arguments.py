@@ -230,9 +230,9 @@ class TrainArguments(
             raise UserError(
                 "--resume_from_checkpoint goes on and --overwrite_output_dir starts afresh: drop one of them."
             )
-        if self.wandb_log_model and "wandb" not in tracker_names(self.report_to):
+        trackers = tracker_names(self.report_to)
+        if self.wandb_log_model and "wandb" not in trackers:
             raise UserError("--wandb_log_model uploads to wandb: add --report_to wandb, or drop the flag.")
-        tracker_names(self.report_to)
         if self.model_name_or_path and self.model_config_path:
             raise UserError(
                 "--model_name_or_path loads weights and --model_config_path starts from random ones: give one of them."

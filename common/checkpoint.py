@@ -189,6 +189,13 @@ def check_contents(checkpoint: Checkpoint, process_index: int = 0, num_processes
     return None
 
 
+def set_aside(folder: Path) -> Path:
+    """Rename what belongs to a course of the run that is given up; returns the new name."""
+    aside = folder.with_name(folder.name + SUPERSEDED)
+    shutil.rmtree(aside, ignore_errors=True)
+    return folder.rename(aside)
+
+
 def find_checkpoint(folder: Path) -> Checkpoint:
     """The checkpoint in the folder, whose contents are whole, or the newest such one of a run's folder.
 
@@ -633,9 +640,7 @@ class Checkpoints:
         # Checkpoints of later steps belong to a course that is given up: they must not be the latest any more.
         for folder in step_folders(self.folder):
             if _step(folder) > (self.found.step if self.found else 0):
-                aside = folder.with_name(folder.name + SUPERSEDED)
-                shutil.rmtree(aside, ignore_errors=True)
-                folder.rename(aside)
+                aside = set_aside(folder)
                 self.accelerator.print(f"set aside as {aside}: it is later than the step that the run goes on from")
 
     def _make_stager(self) -> AsyncStager:

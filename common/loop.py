@@ -3,7 +3,6 @@
 import contextlib
 import json
 import math
-import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -20,7 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from tqdm.auto import tqdm
 
 from common.arguments import BatchPlan, TrainArguments
-from common.checkpoint import SUPERSEDED, Checkpoints
+from common.checkpoint import Checkpoints, set_aside
 from common.data import Batch, Collator, StepSampler, train_batches
 from common.evaluation import polling
 from common.launch import RunFailed, Stopped, claim_output_dir
@@ -350,9 +349,7 @@ def _holds_best(folder: Path, step: int | None, accelerator: Accelerator) -> boo
         with contextlib.suppress(OSError, ValueError, KeyError):  # killed before it was written
             held = json.loads((folder / BEST_FILE).read_text())["step"]
         if held != step:
-            aside = folder.with_name(folder.name + SUPERSEDED)
-            shutil.rmtree(aside, ignore_errors=True)
-            folder.rename(aside)
+            aside = set_aside(folder)
             accelerator.print(f"set aside as {aside}: it is not of a step that the run goes on from")
     return broadcast_object_list([held])[0] == step
 

@@ -90,6 +90,10 @@ class WeightSource:
         return file.get_slice(key)
 
 
+Weights = WeightSource | InitSource
+"""Weights by the model's parameter names, to be read in parts."""
+
+
 def fetch(name_or_path: str, what: str, patterns: list[str] | None = None) -> Path:
     """Local folder of a model or tokenizer, downloaded from the hub when it is no folder.
 
@@ -206,9 +210,34 @@ def check_vocabulary(config: Any, tokenizer: PreTrainedTokenizerBase) -> None:
         )
 
 
+def fit_config(
+    args: ModelArguments,
+    config: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    max_seq_length: int,
+    *,
+    is_own_vocabulary: bool,
+) -> None:
+    """Make the config of a causal model from random weights follow the tokenizer; check that it fits the data.
+
+    is_own_vocabulary: the tokenizer was made for the data, and the model's vocabulary is to be exactly its.
+    """
+    if args.model_config_path:
+        if is_own_vocabulary:
+            config.vocab_size = len(tokenizer)
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            setattr(config, name, getattr(tokenizer, name))
+    check_vocabulary(config, tokenizer)
+    if max_seq_length > config.max_position_embeddings:
+        raise UserError(
+            f"--max_seq_length {max_seq_length}: the model has {config.max_position_embeddings} positions; "
+            "lower it, or raise the config's number."
+        )
+
+
 def load_model(
     args: TrainArguments, config: Any, auto_class: type[_BaseAutoModelClass], accelerator: Accelerator
-) -> tuple[PreTrainedModel, WeightSource | InitSource | None]:
+) -> tuple[PreTrainedModel, Weights | None]:
     """Model to give to `prepare_model`, with the source of its weights.
 
     The model is on the meta device; its weights are read or drawn into the shards later. Of a checkpoint at most one

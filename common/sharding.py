@@ -40,9 +40,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from common.arguments import TrainArguments, UserError
-from common.initialization import InitSource
 from common.launch import Strategy, compute_dtype, param_dtype, reduce_dtype
-from common.models import WeightSource
+from common.models import Weights
 
 # What each FSDP2 unit was sharded with: torch has a setter and no getter.
 _RESHARD_AFTER_FORWARD: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
@@ -50,7 +49,7 @@ _RESHARD_AFTER_FORWARD: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
 def prepare_model(
     model: PreTrainedModel,
-    weights: WeightSource | InitSource | None,
+    weights: Weights | None,
     args: TrainArguments,
     accelerator: Accelerator,
     strategy: Strategy,
@@ -304,7 +303,7 @@ class _StayInFloat64(TorchFunctionMode):
 def _fully_shard(
     model: PreTrainedModel,
     blocks: list[nn.Module],
-    weights: WeightSource | InitSource | None,
+    weights: Weights | None,
     args: TrainArguments,
     accelerator: Accelerator,
     strategy: Strategy,
@@ -452,7 +451,7 @@ def _wrap_fsdp1(
 def _fill_module(
     module: nn.Module,
     names: dict[nn.Parameter, str],
-    weights: WeightSource | InitSource,
+    weights: Weights,
     device: torch.device,
     filled: dict[nn.Parameter, nn.Parameter],
 ) -> None:

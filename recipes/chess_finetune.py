@@ -31,7 +31,7 @@ from common.export import export_model
 from common.launch import banner, build_accelerator, compute_dtype, run
 from common.loop import train
 from common.metrics import ModelFlops, Throughput, peak_flops_per_second
-from common.models import check_kind, check_vocabulary, describe_model, load_config, load_model, load_tokenizer
+from common.models import check_kind, describe_model, fit_config, load_config, load_model, load_tokenizer
 from common.optim import build_optimizer, build_scheduler
 from common.sharding import describe_units, prepare_model
 from common.tracking import RunLog
@@ -135,21 +135,6 @@ def tokenize_games(
     return data.tokenize(games, function, num_workers=args.preprocessing_num_workers)
 
 
-def fit_config(args: ChessArguments, config: Any, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Make the config of a model from random weights follow the tokenizer; check that model and data fit together."""
-    if args.model_config_path:
-        if args.square_tokenizer:
-            config.vocab_size = len(tokenizer)
-        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-            setattr(config, name, getattr(tokenizer, name))
-    check_vocabulary(config, tokenizer)
-    if args.max_seq_length > config.max_position_embeddings:
-        raise UserError(
-            f"--max_seq_length {args.max_seq_length}: the model has {config.max_position_embeddings} positions; "
-            "lower it, or raise the config's number."
-        )
-
-
 class Evaluation:
     """Validation games and positions, drawn once, and what the model makes of them."""
 
@@ -205,7 +190,7 @@ def main() -> None:
     is_new_tokenizer = args.square_tokenizer and not args.model_name_or_path
     tokenizer = chess_model.square_tokenizer() if is_new_tokenizer else load_tokenizer(args)
     chess_model.check_tokenizer(tokenizer, args.notation)
-    fit_config(args, config, tokenizer)
+    fit_config(args, config, tokenizer, args.max_seq_length, is_own_vocabulary=args.square_tokenizer)
     checkpoints = Checkpoints(args, accelerator, strategy, tokenizer)
 
     train_games, eval_games, report = load_games(args)

@@ -14,7 +14,7 @@ import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 from accelerate import Accelerator
@@ -30,7 +30,7 @@ from common.export import export_model
 from common.launch import banner, build_accelerator, compute_dtype, run
 from common.loop import train
 from common.metrics import ModelFlops, Throughput, peak_flops_per_second
-from common.models import check_kind, check_vocabulary, describe_model, load_config, load_model, load_tokenizer
+from common.models import check_kind, describe_model, fit_config, load_config, load_model, load_tokenizer
 from common.optim import build_optimizer, build_scheduler
 from common.sharding import describe_units, prepare_model
 from common.tracking import RunLog
@@ -126,21 +126,6 @@ def load_blocks(
     return data.head(train_data, args.max_train_samples), data.head(eval_data, args.max_eval_samples)
 
 
-def fit_config(args: GPTArguments, config: Any, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Make the config of a model from random weights follow the tokenizer; check that model and data fit together."""
-    if args.model_config_path:
-        if args.character_level:
-            config.vocab_size = len(tokenizer)
-        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-            setattr(config, name, getattr(tokenizer, name))
-    check_vocabulary(config, tokenizer)
-    if args.max_seq_length > config.max_position_embeddings:
-        raise UserError(
-            f"--max_seq_length {args.max_seq_length}: the model has {config.max_position_embeddings} positions; "
-            "lower it, or raise the config's number."
-        )
-
-
 def evaluate(
     accelerator: Accelerator, model: nn.Module, batches: data.EvalBatches, bytes_per_token: float
 ) -> dict[str, float]:
@@ -159,7 +144,7 @@ def main() -> None:
     train_text, eval_text = read_text(args)
     is_new_tokenizer = args.character_level and not args.model_name_or_path
     tokenizer = character_tokenizer(train_text + eval_text) if is_new_tokenizer else load_tokenizer(args)
-    fit_config(args, config, tokenizer)
+    fit_config(args, config, tokenizer, args.max_seq_length, is_own_vocabulary=args.character_level)
     if args.prompt:
         encode(tokenizer, args.prompt, f"--prompt {args.prompt!r}")  # what cannot be answered is known before training
     checkpoints = Checkpoints(args, accelerator, strategy, tokenizer)

@@ -141,14 +141,14 @@ def check(args: argparse.Namespace) -> None:
     import torch
     from accelerate.commands.config import load_config_from_file
 
+    from common.accelerate_config import check_config, known_files
+
     if not (args.module or args.no_python or os.path.isfile(args.training_script)):
         raise ValueError(f"{args.training_script}: no such script")
     if args.config_file is None:
         raise ValueError("--config_file is missing: name a YAML of accelerate_configs/")
     path = Path(args.config_file)
     if not path.is_file():
-        from common.accelerate_config import known_files
-
         raise ValueError(f"--config_file {path}: no such file; {known_files(path)}")
     try:
         if not isinstance(yaml.safe_load(path.read_text()), dict):
@@ -157,8 +157,6 @@ def check(args: argparse.Namespace) -> None:
     except (yaml.YAMLError, ValueError) as error:
         raise ValueError(f"--config_file {path}: {' '.join(str(error).split())}") from error
     except (AttributeError, TypeError) as error:  # accelerate's, of a value of the wrong type
-        from common.accelerate_config import check_config
-
         raise ValueError("; ".join(check_config(path)) or f"--config_file {path}: {error}") from error
 
     if (args.mixed_precision or config.mixed_precision) == "fp8" and importlib.util.find_spec("torchao") is None:
