@@ -1,10 +1,13 @@
 """Fixtures of all tests, and an environment in which no test touches the network or the user's caches."""
 
+import importlib.util
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -61,3 +64,13 @@ def shared_data() -> Path:
     if not path.is_dir():
         pytest.skip(f"{path} is absent")
     return path
+
+
+def load_recipe(path: Path) -> ModuleType:
+    """A recipe as a module, for tests of its functions: recipes are scripts that nothing imports."""
+    spec = importlib.util.spec_from_file_location(f"{path.stem}_recipe", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up there
+    spec.loader.exec_module(module)
+    return module

@@ -2,13 +2,10 @@
 
 import argparse
 import dataclasses
-import importlib.util
 import itertools
 import re
-import sys
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import ClassVar
 
 import pytest
@@ -27,7 +24,7 @@ from common.arguments import (
     plan_batch,
     tracker_names,
 )
-from tests.conftest import REPOSITORY
+from tests.conftest import REPOSITORY, load_recipe
 
 CONFIGS = REPOSITORY / "recipes" / "configs"
 RECIPES = sorted((REPOSITORY / "recipes").glob("*.py"))
@@ -50,15 +47,6 @@ def preset(tmp_path: Path) -> Path:
 def parse(preset: Path, text: str, *flags: str) -> Arguments:
     preset.write_text(text)
     return parse_args(Arguments, ["--config", str(preset), *flags])
-
-
-def load_recipe(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"{path.stem}_arguments", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up there
-    spec.loader.exec_module(module)
-    return module
 
 
 def recipe_arguments(path: Path) -> type[TrainArguments]:

@@ -1,6 +1,5 @@
 """recipes/chess_finetune.py: where games come from, its presets, and short runs of the whole script."""
 
-import importlib.util
 import json
 import math
 import os
@@ -22,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 import common
 from common import chess_games, chess_model
 from common.arguments import UserError, parse_args
-from tests.conftest import REPOSITORY
+from tests.conftest import REPOSITORY, load_recipe
 from tests.forked import ForkedParent, Result
 
 RECIPE = REPOSITORY / "recipes" / "chess_finetune.py"
@@ -38,12 +37,7 @@ STOCKFISH = shutil.which("stockfish") or shutil.which("stockfish", path="/usr/ga
 
 @pytest.fixture(scope="module")
 def recipe() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("chess_finetune_recipe", RECIPE)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up there
-    spec.loader.exec_module(module)
-    return module
+    return load_recipe(RECIPE)
 
 
 @pytest.fixture(autouse=True)

@@ -1,9 +1,7 @@
 """recipes/gpt_shakespeare.py: text, tokens and windows against slow references, and short runs of the whole script."""
 
-import importlib.util
 import json
 import math
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from common import data
 from common.arguments import UserError, parse_args
-from tests.conftest import REPOSITORY
+from tests.conftest import REPOSITORY, load_recipe
 from tests.forked import ForkedParent, Result
 
 RECIPE = REPOSITORY / "recipes" / "gpt_shakespeare.py"
@@ -30,12 +28,7 @@ FLAGS = [
 
 @pytest.fixture(scope="module")
 def recipe() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("gpt_shakespeare_recipe", RECIPE)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up there
-    spec.loader.exec_module(module)
-    return module
+    return load_recipe(RECIPE)
 
 
 @pytest.fixture(scope="module")

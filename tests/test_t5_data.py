@@ -1,9 +1,7 @@
 """The data half of recipes/t5_summarize.py: WikiHow's cleaning and splits, other sources, what ends up in a batch."""
 
 import csv
-import importlib.util
 import re
-import sys
 from collections import Counter
 from pathlib import Path
 from types import ModuleType
@@ -15,9 +13,9 @@ from transformers import AutoTokenizer
 
 from common import data
 from common.arguments import UserError
+from tests.conftest import REPOSITORY, load_recipe
 
-ROOT = Path(__file__).resolve().parent.parent
-RECIPE = ROOT / "recipes" / "t5_summarize.py"
+RECIPE = REPOSITORY / "recipes" / "t5_summarize.py"
 
 
 @pytest.fixture(autouse=True)
@@ -27,12 +25,7 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mon
 
 @pytest.fixture(scope="module")
 def recipe() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("t5_summarize_recipe", RECIPE)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up there
-    spec.loader.exec_module(module)
-    return module
+    return load_recipe(RECIPE)
 
 
 def load(recipe: ModuleType, **arguments: Any) -> tuple[list[dict[str, str]], list[dict[str, str]], Counter[str]]:
@@ -227,7 +220,7 @@ def test_bad_arguments(recipe: ModuleType, tmp_path: Path) -> None:
 
 def test_batch_of_the_embedded_articles(recipe: ModuleType) -> None:
     """From the file to the tensors: prefix in front, end-of-sequence last, decoded text as it was written."""
-    tokenizer = AutoTokenizer.from_pretrained(ROOT / "recipes" / "samples" / "tokenizer")
+    tokenizer = AutoTokenizer.from_pretrained(REPOSITORY / "recipes" / "samples" / "tokenizer")
     args = recipe.T5Arguments()
     train, _, _ = recipe.load_articles(args)
     encoded = data.tokenize_pairs(
