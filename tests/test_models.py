@@ -495,12 +495,12 @@ def test_without_a_network() -> None:
 
 
 def test_names_that_are_no_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # the repository may have runs of its own
     for name in ("/absent/folder", "./absent", "runs/demo/model", "~/model", str(tmp_path / "absent")):
         with pytest.raises(UserError, match=f"model {name}: no such folder"):
             fetch(name, "model")
     with pytest.raises(UserError, match="neither a folder nor a name"):
         fetch("bad name!", "model")
-    monkeypatch.chdir(tmp_path)
     (tmp_path / "model").mkdir()
     assert fetch("model", "model") == Path("model")
 
