@@ -163,6 +163,14 @@ class RefinementArguments:
         False,
         "Recompute activations in the backward pass; under FSDP the YAML's fsdp_activation_checkpointing says so.",
     )
+    recompute_matmuls: int | None = arg(
+        None,
+        "With activation checkpointing: recompute every so many-th matrix product and keep the others' outputs and "
+        "attention's; 0: none of them (default: recompute whole blocks).",
+    )
+    loss_chunk_tokens: int | None = arg(
+        None, "Compute the training loss over so many positions at a time, which bounds the memory of the logits."
+    )
 
 
 @dataclass
@@ -195,14 +203,14 @@ class TrainArguments(
         positive = "total_batch_size per_device_train_batch_size gradient_accumulation_steps max_train_samples " \
             "per_device_eval_batch_size logging_steps eval_steps evals_per_epoch max_eval_batches max_eval_samples " \
             "preprocessing_num_workers num_train_epochs save_steps save_total_limit ddp_timeout lr_gamma " \
-            "adam_epsilon max_run_seconds prefetch_depth blocks_per_unit"  # fmt: skip
+            "adam_epsilon max_run_seconds prefetch_depth blocks_per_unit loss_chunk_tokens"  # fmt: skip
         for name in positive.split():
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise UserError(f"--{name} is {value}; it must be greater than 0.")
         for name in ("dataloader_num_workers", "learning_rate", "min_learning_rate", "warmup_steps", "weight_decay",
-                     "max_grad_norm", "max_skipped_steps", "show_samples"):  # fmt: skip
-            if getattr(self, name) < 0:
+                     "max_grad_norm", "max_skipped_steps", "show_samples", "recompute_matmuls"):  # fmt: skip
+            if (getattr(self, name) or 0) < 0:
                 raise UserError(f"--{name} is {getattr(self, name)}; it must not be negative.")
         for name in ("adam_beta1", "adam_beta2"):
             if not 0 <= getattr(self, name) < 1:

@@ -36,11 +36,17 @@ from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy, size_based_auto
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    SelectiveCheckpointContext,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 from transformers import PreTrainedModel
 
 from common.arguments import TrainArguments, UserError
 from common.launch import Strategy, compute_dtype, param_dtype, reduce_dtype
+from common.losses import set_training_loss
 from common.models import Weights
 
 # What each FSDP2 unit was sharded with: torch has a setter and no getter.
@@ -64,7 +70,10 @@ def prepare_model(
     plugin = strategy.plugin
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     blocks = find_blocks(model, strategy)
-    recompute = plugin.activation_checkpointing if plugin else args.gradient_checkpointing
+    recompute = bool(plugin.activation_checkpointing if plugin else args.gradient_checkpointing)
+    if args.recompute_matmuls is not None and not recompute:
+        switch = "fsdp_activation_checkpointing: true in the YAML" if plugin else "--gradient_checkpointing"
+        raise UserError(f"--recompute_matmuls needs {switch}: without it nothing is recomputed.")
     offload_activations = bool(plugin and plugin.activation_checkpointing_offload)
     if strategy.mixed_precision == "fp8":
         convert_to_fp8(model, blocks, strategy.fp8_options)
@@ -72,7 +81,7 @@ def prepare_model(
         for module in (model, *blocks):  # blocks too: checkpointing runs them again outside the model's forward
             module.forward = _StayInFloat64.within(module.forward)
     for block in blocks:
-        _replace_forward(block, bool(recompute), offload_activations, strategy.compile_options)
+        _replace_forward(block, recompute, args.recompute_matmuls, offload_activations, strategy.compile_options)
     _cast(model, param_dtype(args))
     names = {parameter: name for name, parameter in model.named_parameters()}  # tied parameters: their first name
     fill = None
@@ -89,6 +98,9 @@ def prepare_model(
         prepared = _wrap_fsdp1(model, blocks, fill if weights else None, args, accelerator, strategy)
     else:
         prepared = _replicate(model, fill, args, accelerator, strategy)
+    head = model.get_output_embeddings()
+    assert head is not None, "the recipes' model classes have a head"
+    set_training_loss(prepared, head, args.loss_chunk_tokens, strategy.compile_options)
     wrong = {p.dtype for p in prepared.parameters() if p.requires_grad} - {param_dtype(args)}
     assert not wrong, f"trainable parameters of {wrong} instead of {args.param_dtype}"
     if strategy.kind != "fsdp1":  # whose parameters are pieces now
@@ -240,8 +252,42 @@ def _tied_parameters(model: nn.Module) -> set[nn.Parameter]:
     return {parameter for parameter, count in counts.items() if count > 1}
 
 
+# Operators by the name of all their overloads, compiled or not, on CPU and GPU.
+_MATMULS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_scaled_mm"}
+_ATTENTION = {
+    "aten::_scaled_dot_product_flash_attention", "aten::_scaled_dot_product_efficient_attention",
+    "aten::_scaled_dot_product_cudnn_attention", "aten::_scaled_dot_product_flash_attention_for_cpu",
+    "aten::_scaled_dot_product_fused_attention_overrideable", "flex_attention",
+}  # fmt: skip
+
+
+def _selective_contexts(recompute_every: int) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """Contexts of a checkpointed region's forward pass and recomputation.
+
+    Kept are the outputs of attention and of matrix products but every `recompute_every`-th (0: all): the rest is cheap
+    to compute and large.
+    """
+    num_matmuls = {False: 0, True: 0}
+
+    def policy(context: SelectiveCheckpointContext, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        name = operator.name().partition(".")[0]
+        if name in _ATTENTION:
+            return CheckpointPolicy.MUST_SAVE
+        if name not in _MATMULS:
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        num_matmuls[context.is_recompute] += 1
+        is_recomputed = recompute_every and num_matmuls[context.is_recompute] % recompute_every == 0
+        return CheckpointPolicy.PREFER_RECOMPUTE if is_recomputed else CheckpointPolicy.MUST_SAVE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
 def _replace_forward(
-    block: nn.Module, recompute: bool, offload_activations: bool, compile_options: Mapping[str, Any] | None
+    block: nn.Module,
+    recompute: bool,
+    recompute_matmuls: int | None,
+    offload_activations: bool,
+    compile_options: Mapping[str, Any] | None,
 ) -> None:
     """Give the block a forward that is checkpointed, then compiled, in training; the plain one elsewhere."""
     plain = block.forward
@@ -249,6 +295,8 @@ def _replace_forward(
     if recompute:
         # The RNG state is kept: without it dropout draws other masks in the recomputation and gradients are wrong.
         fast = functools.partial(checkpoint, plain, use_reentrant=False, preserve_rng_state=True)
+        if recompute_matmuls is not None:
+            fast = functools.partial(fast, context_fn=functools.partial(_selective_contexts, recompute_matmuls))
     if compile_options:
         fast = torch.compile(fast, **compile_options)
     if offload_activations:

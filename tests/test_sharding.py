@@ -12,9 +12,12 @@ from accelerate import Accelerator
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
+    CohereConfig,
+    CohereForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
@@ -101,6 +104,79 @@ def test_checkpointing_runs_the_blocks_again() -> None:
         return len(seen)
 
     assert (runs(), runs(gradient_checkpointing=True)) == (1, 2)
+
+
+class CountCalls(TorchDispatchMode):
+    """Matrix products, and the most rows of logits that one of them gives, of what runs inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_matmuls = self.max_logit_rows = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.mm.default:
+            self.num_matmuls += 1
+            if result.shape[1] == VOCABULARY:
+                self.max_logit_rows = max(self.max_logit_rows, result.shape[0])
+        return result
+
+
+def test_selective_checkpointing_recomputes_as_many_products_as_asked() -> None:
+    def matmuls(**settings: Any) -> int:
+        model = prepare(make_model("llama", 0.0), **settings)
+        loss = token_loss(model, batch("llama"))
+        with CountCalls() as calls:
+            loss.backward()
+        return calls.num_matmuls
+
+    plain = matmuls()
+    more = [matmuls(gradient_checkpointing=True, recompute_matmuls=every) - plain for every in (None, 1, 2, 3, 7, 8, 0)]
+    # Two blocks with 7 products each, of which no gradient needs the last one's result.
+    assert more == [12, 12, 6, 4, 0, 0, 0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("every", [0, 2])
+def test_selective_checkpointing_draws_the_same_dropout_masks(kind: str, every: int) -> None:
+    plain = gradients(prepare(make_model(kind, 0.1)), kind)
+    again = gradients(prepare(make_model(kind, 0.1), gradient_checkpointing=True, recompute_matmuls=every), kind)
+    assert plain.keys() == again.keys()
+    assert all(torch.equal(plain[name], again[name]) for name in plain)
+
+
+def test_nothing_is_recomputed_without_checkpointing() -> None:
+    with pytest.raises(UserError, match="--recompute_matmuls needs --gradient_checkpointing"):
+        prepare(make_model("llama", 0.0), recompute_matmuls=2)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("chunk", [1, 3, 4, 10, 99])
+def test_the_loss_in_chunks(kind: str, chunk: int) -> None:
+    """10 positions, of which 2 are no targets."""
+    plain = gradients(prepare(make_model(kind, 0.0), param_dtype="float64"), kind)
+    model = prepare(make_model(kind, 0.0), param_dtype="float64", loss_chunk_tokens=chunk)
+    with CountCalls() as calls:
+        again = gradients(model, kind)
+    assert plain.keys() == again.keys()
+    for name, grad in plain.items():
+        torch.testing.assert_close(again[name], grad, rtol=1e-12, atol=1e-14)
+    assert calls.max_logit_rows <= chunk
+    model.eval()
+    plain_model = prepare(make_model(kind, 0.0), param_dtype="float64").eval()
+    logits = [m(**{k: v for k, v in batch(kind).items() if k != "labels"}).logits for m in (model, plain_model)]
+    assert torch.equal(*logits), "evaluation and generation see logits"
+    torch.testing.assert_close(token_loss(model, batch(kind)), token_loss(plain_model, batch(kind)))
+
+
+def test_the_loss_in_chunks_of_a_model_that_scales_its_logits() -> None:
+    config = CohereConfig(
+        vocab_size=VOCABULARY, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        logit_scale=0.1,
+    )  # fmt: skip
+    model = prepare(CohereForCausalLM(config), loss_chunk_tokens=4).train()
+    with pytest.raises(UserError, match="--loss_chunk_tokens .*; drop the flag"):
+        token_loss(model, batch("llama"))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -327,6 +403,20 @@ def test_compiled_and_checkpointed_blocks(forked: ForkedParent, tmp_path: Path) 
     compiled = train_once(forked, tmp_path / "compiled", tmp_path, path, num_processes=1)
     for kind in KINDS:
         for a, b in zip(plain[kind], compiled[kind], strict=True):
+            assert a["loss"] == pytest.approx(b["loss"], rel=1e-6)
+            assert a["gradients"].keys() == b["gradients"].keys()
+            for name, grad in a["gradients"].items():
+                torch.testing.assert_close(b["gradients"][name], grad, rtol=1e-5, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("config", ["fsdp_full_shard", "fsdp1_full_shard", "ddp"])
+def test_the_loss_in_chunks_under_every_strategy(
+    config: str, forked: ForkedParent, tmp_path: Path, checkpoints: dict[float, Path]
+) -> None:
+    plain = train_once(forked, tmp_path / "plain", checkpoints[0.0], config)
+    chunked = train_once(forked, tmp_path / "chunked", checkpoints[0.0], config, loss_chunk_tokens=4)
+    for kind in KINDS:
+        for a, b in zip(plain[kind], chunked[kind], strict=True):
             assert a["loss"] == pytest.approx(b["loss"], rel=1e-6)
             assert a["gradients"].keys() == b["gradients"].keys()
             for name, grad in a["gradients"].items():
