@@ -33,6 +33,10 @@ SHAPES: dict[str, dict[str, Any]] = {
         "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
         "num_key_value_heads": 8, "vocab_size": 128256, "tie_word_embeddings": False,
     },
+    "llama3_8b_10_layers": {
+        "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 10, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "vocab_size": 128256, "tie_word_embeddings": False,
+    },
     "llama3_1b": {
         "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
         "num_key_value_heads": 8, "vocab_size": 128256, "tie_word_embeddings": True,
@@ -52,7 +56,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="llama3_8b")
     parser.add_argument("--config", default="fsdp_full_shard", help="name in accelerate_configs/")
     parser.add_argument("--num_processes", default="4")
-    parser.add_argument("--output", required=True, type=Path, help="on the disk that is measured; needs 3 checkpoints")
+    parser.add_argument("--output", required=True, type=Path, help="on the disk that is measured; needs 2 checkpoints")
     parser.add_argument("--seq_length", default="2048")
     args = parser.parse_args()
     shutil.rmtree(args.output, ignore_errors=True)
@@ -64,6 +68,7 @@ def main() -> None:
         "output_dir": str(args.output / "run"),
         "save_strategy": "steps",
         "save_steps": 1,
+        "save_total_limit": 1,  # the one that is written comes on top
         "per_device_train_batch_size": 1,
         "seq_length": int(args.seq_length),
         "deterministic": True,

@@ -22,7 +22,7 @@ from typing import Any
 import yaml
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from throughput import CONFIGS, REPOSITORY, run_recipe, run_until
+from throughput import CONFIGS, REPOSITORY, run_recipe, run_until  # type: ignore[import-not-found]
 
 TOKENIZER = REPOSITORY / "recipes" / "samples" / "tokenizer"
 TEXT = REPOSITORY / "recipes" / "samples" / "wikihow_articles.csv"
