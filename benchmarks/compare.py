@@ -29,28 +29,24 @@ TEXT = REPOSITORY / "recipes" / "samples" / "wikihow_articles.csv"
 SEQUENCE_LENGTH = 8192
 WORKER = "COMPARE_BENCHMARK_WORKER"  # in the environment of the Trainer's processes: where its metrics go
 COMPILED = {"dynamo_config": {"dynamo_backend": "INDUCTOR", "dynamo_use_regional_compilation": True}}
+FP8 = {
+    "mixed_precision": "fp8",
+    "fp8_config": {"fp8_backend": "AO", "fp8_enable_fsdp_float8_all_gather": True, "fp8_pad_inner_dim": True},
+}
 # name -> (edits of fsdp_full_shard.yaml, flags of the recipe)
 OURS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "ours_eager": ({}, []),
-    "ours_eager_checkpointing": ({"fsdp_activation_checkpointing": True}, []),
     "ours": (COMPILED, []),
     "ours_bf16_reduce": (COMPILED, ["--reduce_dtype=bf16"]),
-    "ours_chunked_loss": (COMPILED, ["--reduce_dtype=bf16", "--loss_chunk_tokens=2048"]),
-    "ours_kept": (COMPILED | {"fsdp_reshard_after_forward": False}, ["--reduce_dtype=bf16"]),
-    "ours_2_blocks": (COMPILED, ["--reduce_dtype=bf16", "--blocks_per_unit=2"]),
+    "ours_kept": (COMPILED | {"fsdp_reshard_after_forward": False}, []),
+    "ours_kept_bf16_reduce": (COMPILED | {"fsdp_reshard_after_forward": False}, ["--reduce_dtype=bf16"]),
+    "ours_chunked_loss": (COMPILED, ["--loss_chunk_tokens=2048"]),
+    "ours_2_blocks": (COMPILED, ["--blocks_per_unit=2"]),
     "ours_selective": (COMPILED | {"fsdp_activation_checkpointing": True}, ["--recompute_matmuls=2"]),
     "ours_selective_4": (COMPILED | {"fsdp_activation_checkpointing": True}, ["--recompute_matmuls=4"]),
-    "ours_fp8": (
-        COMPILED
-        | {
-            "mixed_precision": "fp8",
-            "fp8_config": {
-                "fp8_backend": "AO", "fp8_enable_fsdp_float8_all_gather": True, "fp8_pad_inner_dim": True,
-            },
-        },
-        ["--reduce_dtype=bf16"],
-    ),
-}  # fmt: skip
+    "ours_fp8": (COMPILED | FP8, ["--reduce_dtype=bf16"]),
+    "ours_fp8_kept": (COMPILED | FP8 | {"fsdp_reshard_after_forward": False}, ["--reduce_dtype=bf16"]),
+}
 TITAN = {
     "titan": ["--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=op"],
     "titan_no_checkpointing": ["--activation_checkpoint.mode=none"],
@@ -65,8 +61,9 @@ PEAK_FLOPS = 989e12  # H100 SXM and H200, dense bf16
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--setups", nargs="+", default=["titan", "trainer", "ours"], choices=[*OURS, *TITAN, "trainer"])
+    parser.add_argument("--logging_steps", type=int, default=5, help="of ours and of torchtitan")
     parser.add_argument("--num_processes", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=14)
+    parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--output", required=True, type=Path)
     args = parser.parse_args()
     args.output.mkdir(parents=True, exist_ok=True)
@@ -121,7 +118,8 @@ def run_ours(name: str, args: argparse.Namespace) -> "list[dict[str, float]] | s
     path.write_text(yaml.safe_dump(config))
     flags = [
         "--config=gpt_shakespeare_8b", f"--tokenizer_name_or_path={TOKENIZER}", f"--max_seq_length={SEQUENCE_LENGTH}",
-        "--per_device_train_batch_size=1", f"--total_batch_size={args.num_processes}", *flags,
+        "--per_device_train_batch_size=1", f"--total_batch_size={args.num_processes}",
+        f"--logging_steps={args.logging_steps}", *flags,
     ]  # fmt: skip
     return run_recipe("gpt_shakespeare", path, args.num_processes, args.steps, args.output, flags)
 
@@ -140,7 +138,7 @@ def run_titan(name: str, args: argparse.Namespace) -> "list[dict[str, float]] | 
         f"--nproc_per_node={args.num_processes}", "--local-ranks-filter=0", "-m", "torchtitan.train",
         "--model.name=llama3", "--model.flavor=8B", f"--model.hf_assets_path={TOKENIZER}", "--training.dataset=c4_test",
         f"--training.dataset_path={data}", f"--training.seq_len={SEQUENCE_LENGTH}", "--training.local_batch_size=1",
-        f"--training.steps={args.steps + 2}", "--metrics.log_freq=1", "--metrics.disable_color_printing",
+        f"--training.steps={args.steps + 2}", f"--metrics.log_freq={args.logging_steps}", "--metrics.disable_color_printing",
         f"--job.dump_folder={folder}", "--compile.enable", "--lr_scheduler.warmup_steps=2", *TITAN[name],
     ]  # fmt: skip
     metrics = folder / "metrics.jsonl"

@@ -656,6 +656,9 @@ class Checkpoints:
                 use_non_blocking_copy=is_cuda,
             )
         )
+        # Private, seen in torch 2.11: the stager closes the part of it that copies after each state, and the next one
+        # fails. 2.13 does not.
+        stager._state_dict_stager.close = lambda: None  # type: ignore[method-assign]
         if is_cuda:
             # It keeps its buffers: pinned now, they do not hold up training at the first checkpoint.
             staging = stager.stage(self._tensors(only_model=False))

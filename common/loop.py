@@ -115,7 +115,7 @@ def train_step(
             loss = loss_fn(model, batch)
             (loss * scale).backward()
         loss_sum = loss_sum + loss.detach()
-    grad_norm = clip_grad_norm_(model, max_grad_norm, loss_scale.scale if loss_scale else 1.0)
+    grad_norm = clip_grad_norm_(model, max_grad_norm, loss_scale.scale if loss_scale else 1.0, optimizer)
     is_skipped = (skip_non_finite or loss_scale is not None) and not math.isfinite(grad_norm.item())
     if loss_scale is not None:
         loss_scale.update(not is_skipped)

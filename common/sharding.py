@@ -531,10 +531,13 @@ def gradient_sync(model: nn.Module, is_last_micro_batch: bool) -> AbstractContex
     return nullcontext()
 
 
-def clip_grad_norm_(model: nn.Module, max_norm: float, loss_scale: float = 1.0) -> torch.Tensor:
+def clip_grad_norm_(
+    model: nn.Module, max_norm: float, loss_scale: float = 1.0, optimizer: torch.optim.Optimizer | None = None
+) -> torch.Tensor:
     """Scale gradients so that the norm over all parameters and processes is at most max_norm; 0 only measures it.
 
-    loss_scale: factor on the loss (fp16) that is taken out of the gradients first.
+    loss_scale: factor on the loss (fp16) that is taken out of the gradients first. optimizer: if it is fused, its next
+    step scales the gradients while it reads them, which saves a pass over all of them.
 
     Returns the norm before clipping, 0-dim, on the device, equal on all processes and under every strategy.
     """
@@ -550,7 +553,12 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, loss_scale: float = 1.0) 
         if isinstance(norm, DTensor):
             norm = norm.full_tensor()
     if max_norm > 0:
-        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm, foreach=True)
+        if optimizer is not None and optimizer.defaults.get("fused"):
+            # What torch's own GradScaler sets: fused optimizers divide by it. The same factor as in the other branch.
+            optimizer.grad_scale = ((norm.float() + 1e-6) / max_norm).clamp(min=1.0)
+            optimizer.found_inf = torch.zeros_like(optimizer.grad_scale)
+        else:
+            torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm, foreach=True)
     return norm
 
 

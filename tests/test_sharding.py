@@ -199,6 +199,21 @@ def test_clipping_as_torch_does_it(max_norm: float) -> None:
         torch.testing.assert_close(p.grad, q.grad, rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize("max_norm", [0.0, 0.5, 1e6])
+def test_a_fused_optimizer_clips_while_it_updates(max_norm: float) -> None:
+    updated = []
+    for fused in (False, True):
+        model = make_model("t5", 0.0)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-2, fused=fused)
+        for limit in (max_norm, 1e6):  # the second step must not be clipped by the first one's factor
+            gradients(model, "t5")
+            clip_grad_norm_(model, limit, optimizer=optimizer)
+            optimizer.step()
+        updated.append([p.detach().clone() for p in model.parameters()])
+    for plain, fused_one in zip(*updated, strict=True):
+        torch.testing.assert_close(plain, fused_one, rtol=1e-6, atol=1e-8)
+
+
 def test_the_norm_of_float64_gradients_is_float64() -> None:
     model = prepare(make_model("llama", 0.0), param_dtype="float64")
     squares = sum(grad.square().sum() for grad in gradients(model, "llama").values())
