@@ -138,7 +138,8 @@ def run_titan(name: str, args: argparse.Namespace) -> "list[dict[str, float]] | 
         f"--nproc_per_node={args.num_processes}", "--local-ranks-filter=0", "-m", "torchtitan.train",
         "--model.name=llama3", "--model.flavor=8B", f"--model.hf_assets_path={TOKENIZER}", "--training.dataset=c4_test",
         f"--training.dataset_path={data}", f"--training.seq_len={SEQUENCE_LENGTH}", "--training.local_batch_size=1",
-        f"--training.steps={args.steps + 2}", f"--metrics.log_freq={args.logging_steps}", "--metrics.disable_color_printing",
+        f"--training.steps={args.steps + 2}", f"--metrics.log_freq={args.logging_steps}",
+        "--metrics.disable_color_printing",
         f"--job.dump_folder={folder}", "--compile.enable", "--lr_scheduler.warmup_steps=2", *TITAN[name],
     ]  # fmt: skip
     metrics = folder / "metrics.jsonl"

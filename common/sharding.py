@@ -555,8 +555,8 @@ def clip_grad_norm_(
     if max_norm > 0:
         if optimizer is not None and optimizer.defaults.get("fused"):
             # What torch's own GradScaler sets: fused optimizers divide by it. The same factor as in the other branch.
-            optimizer.grad_scale = ((norm.float() + 1e-6) / max_norm).clamp(min=1.0)
-            optimizer.found_inf = torch.zeros_like(optimizer.grad_scale)
+            divisor = ((norm.float() + 1e-6) / max_norm).clamp(min=1.0)
+            vars(optimizer).update(grad_scale=divisor, found_inf=torch.zeros_like(divisor))
         else:
             torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm, foreach=True)
     return norm

@@ -211,7 +211,7 @@ def test_a_fused_optimizer_clips_while_it_updates(max_norm: float) -> None:
             optimizer.step()
         updated.append([p.detach().clone() for p in model.parameters()])
     for plain, fused_one in zip(*updated, strict=True):
-        torch.testing.assert_close(plain, fused_one, rtol=1e-6, atol=1e-8)
+        torch.testing.assert_close(plain, fused_one, rtol=1e-5, atol=1e-6)
 
 
 def test_the_norm_of_float64_gradients_is_float64() -> None:
