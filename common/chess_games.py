@@ -14,6 +14,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -33,6 +34,7 @@ except ModuleNotFoundError as error:
 Notation = Literal["uci", "san"]
 Phase = Literal["opening", "middlegame", "endgame"]
 
+ROWS_PER_TASK = 50  # that a process replays at a time: a fifth of a second
 MAX_EXAMPLES = 3  # positions kept for each reason
 MAX_LINE_CHARACTERS = 2**20  # a line of the longest possible game has a tenth of that
 SUFFIXES = (".pgn", ".parquet", ".jsonl", ".json", ".txt")
@@ -122,7 +124,7 @@ class _Dropped(Exception):
 # Reading
 
 
-def read_games(paths: Iterable[str | Path], report: ReadReport | None = None) -> Iterator[Game]:
+def read_games(paths: Iterable[str | Path], report: ReadReport | None = None, num_workers: int = 1) -> Iterator[Game]:
     """The whole, legal, distinct games of files and folders of files; `report` counts the dropped ones by reason.
 
     PGN (`.pgn`); parquet (`.parquet`) and JSON lines (`.jsonl`, `.json`) as `read_rows` takes them; any other file as
@@ -132,15 +134,17 @@ def read_games(paths: Iterable[str | Path], report: ReadReport | None = None) ->
     Raises UserError for what is no file of games at all: missing, compressed, a damaged parquet file, no such columns.
     """
     report = ReadReport() if report is None else report
-    return _distinct(itertools.chain.from_iterable(_read_file(file, report) for file in list_files(paths)), report)
+    files = (_read_file(file, report, num_workers) for file in list_files(paths))
+    return _distinct(itertools.chain.from_iterable(files), report)
 
 
 def read_rows(
-    rows: Iterable[Mapping[str, Any]], source: str = "data", report: ReadReport | None = None
+    rows: Iterable[Mapping[str, Any]], source: str = "data", report: ReadReport | None = None, num_workers: int = 1
 ) -> Iterator[Game]:
     """As `read_games`, of rows: `Moves` (list of UCI or SAN moves) with `Termination` and `Result`, or `text`."""
     report = ReadReport() if report is None else report
-    return _distinct((_read_row(row, f"{source} row {number}") for number, row in enumerate(rows, 1)), report)
+    numbered = ((f"{source} row {number}", row) for number, row in enumerate(rows, 1))
+    return _distinct(_replay(numbered, num_workers), report)
 
 
 def game_rows(
@@ -148,13 +152,17 @@ def game_rows(
     rows: Iterable[Mapping[str, Any]] = (),
     source: str = "",
     max_games: int | None = None,
+    num_workers: int = 1,
 ) -> Iterator[dict[str, str | None]]:
     """The first games of files (path, size, time of change), or else of rows, for a cached table.
 
     A row has `moves`, UCI with spaces between; the last one has the `report` instead.
     """
     report = ReadReport()
-    games = read_rows(rows, source, report) if files is None else read_games([file[0] for file in files], report)
+    if files is None:
+        games = read_rows(rows, source, report, num_workers)
+    else:
+        games = read_games([file[0] for file in files], report, num_workers)
     for game in itertools.islice(games, max_games):
         yield {"moves": " ".join(game.moves), "report": None}
     yield {"moves": None, "report": str(report)}
@@ -178,20 +186,32 @@ def list_files(paths: Iterable[str | Path]) -> list[Path]:
     return files
 
 
-def _distinct(games: Iterable["_GameReader"], report: ReadReport) -> Iterator[Game]:
+_Outcome = tuple[str, Game | _Dropped]  # source of a game, and what came of it
+
+
+def _distinct(outcomes: Iterable[_Outcome], report: ReadReport) -> Iterator[Game]:
     seen: set[int] = set()
-    for reader in games:
-        try:
-            game = reader.finish()
+    for source, game in outcomes:
+        if isinstance(game, Game):
             digest = _digest(game.moves)
-            if digest in seen:
-                raise _Dropped(DUPLICATE)
-        except _Dropped as dropped:
-            report.drop(dropped.reason, reader.source + (f" ({dropped.detail})" if dropped.detail else ""))
-            continue
-        seen.add(digest)
-        report.num_games += 1
-        yield game
+            if digest not in seen:
+                seen.add(digest)
+                report.num_games += 1
+                yield game
+                continue
+            game = _Dropped(DUPLICATE)
+        report.drop(game.reason, source + (f" ({game.detail})" if game.detail else ""))
+
+
+def _replay(rows: Iterator[tuple[str, Any]], num_workers: int) -> Iterator[_Outcome]:
+    """Games of (source, row), in their order, by so many processes."""
+    if num_workers == 1:
+        yield from map(_read_row, rows)
+        return
+    # Not a multiprocessing.Pool, which waits forever for a process that was killed.
+    with ProcessPoolExecutor(num_workers) as pool:
+        while block := list(itertools.islice(rows, 4 * ROWS_PER_TASK * num_workers)):
+            yield from pool.map(_read_row, block, chunksize=ROWS_PER_TASK)
 
 
 def _digest(moves: Sequence[str], key: str = "") -> int:
@@ -287,7 +307,14 @@ class _GameReader:
             self.moves.append(move.uci())
             self.board.push(move)
 
-    def finish(self) -> Game:
+    def outcome(self) -> _Outcome:
+        """The game, or why it is dropped."""
+        try:
+            return self.source, self._finish()
+        except _Dropped as dropped:
+            return self.source, dropped
+
+    def _finish(self) -> Game:
         """The game; raises `_Dropped` where it is not a whole, legal one."""
         self._check_headers()
         if self.problem is not None:
@@ -337,21 +364,22 @@ class _GameReader:
             self.termination = self.headers["termination"].strip() or None
 
 
-def _read_file(path: Path, report: ReadReport) -> Iterator[_GameReader]:
+def _read_file(path: Path, report: ReadReport, num_workers: int) -> Iterator[_Outcome]:
     read_before, size = report.num_bytes_read, path.stat().st_size
     lines = _read_lines(path, report)
     match path.suffix.lower():
         case ".parquet":
-            yield from _read_parquet(path, report)
+            yield from _replay(_read_parquet(path, report), num_workers)
         case ".jsonl" | ".json":
-            yield from _read_json_lines(lines, path)
+            yield from _replay(_read_json_lines(lines, path), num_workers)
         case ".pgn":
-            yield from _read_pgn(lines, str(path))
+            yield from map(_GameReader.outcome, _read_pgn(lines, str(path)))
         case _:
             head = list(itertools.islice(lines, 100))
             has_tags = any(_TAG.match(line) for _, line in head)
             lines = itertools.chain(head, lines)
-            yield from _read_pgn(lines, str(path)) if has_tags else _read_text(lines, path)
+            games = _read_pgn(lines, str(path)) if has_tags else _read_text(lines, path)
+            yield from map(_GameReader.outcome, games)
     report.num_bytes_read = read_before + size
 
 
@@ -470,24 +498,17 @@ def _read_one(game: _GameReader, lines: Iterable[str]) -> None:
             game.fail(UNREADABLE, f"{rest.strip()[:20]!a} after the result")
 
 
-def _read_json_lines(lines: Iterable[tuple[int, str]], path: Path) -> Iterator[_GameReader]:
+def _read_json_lines(lines: Iterable[tuple[int, str]], path: Path) -> Iterator[tuple[str, Any]]:
     for number, line in lines:
-        if not line.strip():
-            continue
-        source = f"{path} line {number}"
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
-            row = None
-        if isinstance(row, dict):
-            yield _read_row(row, source)
-        else:
-            game = _GameReader(source, needs_result=False)
-            game.fail(UNREADABLE, "one JSON object a line is expected")
-            yield game
+        if line.strip():
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError):
+                row = None
+            yield f"{path} line {number}", row
 
 
-def _read_parquet(path: Path, report: ReadReport) -> Iterator[_GameReader]:
+def _read_parquet(path: Path, report: ReadReport) -> Iterator[tuple[str, Any]]:
     read_before, size = report.num_bytes_read, path.stat().st_size
     try:
         with pq.ParquetFile(path) as file:
@@ -499,14 +520,18 @@ def _read_parquet(path: Path, report: ReadReport) -> Iterator[_GameReader]:
             for batch in file.iter_batches(batch_size=1024, columns=columns):
                 for row in batch.to_pylist():
                     number += 1
-                    yield _read_row(row, f"{path} row {number}")
+                    yield f"{path} row {number}", row
                 report.num_bytes_read = read_before + size * number // file.metadata.num_rows
     except (pa.ArrowException, OSError) as error:
         raise UserError(f"{path}: not a readable parquet file ({str(error).splitlines()[0]})") from error
 
 
-def _read_row(row: Mapping[str, Any], source: str) -> _GameReader:
+def _read_row(source_and_row: tuple[str, Any]) -> _Outcome:
+    source, row = source_and_row
     game = _GameReader(source, needs_result=False)
+    if not isinstance(row, Mapping):
+        game.fail(UNREADABLE, "one JSON object a line is expected")
+        return game.outcome()
     moves, text = row.get("Moves"), row.get("text")
     if isinstance(moves, list) and all(isinstance(move, str) for move in moves):
         for move in moves:
@@ -533,7 +558,7 @@ def _read_row(row: Mapping[str, Any], source: str) -> _GameReader:
             game.result = stated
     if isinstance(termination, str):
         game.termination = termination.strip() or None
-    return game
+    return game.outcome()
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -421,9 +421,12 @@ def squeeze(text: str) -> str:
     return "\n".join(filter(None, (" ".join(line.split()) for line in text.splitlines())))
 
 
-def generate(function: Callable[..., Iterator[Row]], features: Features, **arguments: Any) -> Dataset:
+def generate(
+    function: Callable[..., Iterator[Row]], features: Features, *, num_workers: int | None = None, **arguments: Any
+) -> Dataset:
     """The rows that `function(**arguments)` yields; once per node, cached under the hash of its file and the arguments.
 
+    `num_workers`, where given, is an argument too, but one that must change no row: it is no part of the hash.
     `function` is called once: an argument that is a list would be cut in pieces by `datasets`, with a call for each.
     Raises the UserError that `function` raises.
     """
@@ -432,6 +435,9 @@ def generate(function: Callable[..., Iterator[Row]], features: Features, **argum
     hasher.update(Path(function.__code__.co_filename).read_bytes())
     for name, value in sorted(arguments.items()):
         hasher.update((name, value._fingerprint if isinstance(value, Dataset) else value))
+
+    if num_workers is not None:
+        arguments["num_workers"] = num_workers
 
     def build() -> Dataset:
         try:

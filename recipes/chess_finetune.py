@@ -52,8 +52,9 @@ class ChessArguments(TrainArguments):
     train_file: str | None = arg(
         None, "PGN, parquet, JSON lines or text: files, folders, patterns, with commas (default: the embedded games)."
     )
+    validation_file: str | None = arg(None, "The same for validation; games to train on are left out of it.")
     max_games: int | None = arg(None, "Read only the first so many games; replaying one takes about 4 ms.")
-    validation_size: float = arg(0.05, "Fraction of the games that is set aside for validation.")
+    validation_size: float = arg(0.05, "Fraction of the games that is set aside for validation without such a file.")
     notation: Literal["uci", "san"] = arg("uci", "How moves are written: e2e4 e7e5 (uci) or 1. e4 e5 (san).")
     square_tokenizer: bool = arg(
         False, "Random weights, uci: a token for each square instead of a tokenizer; two make a move."
@@ -75,6 +76,8 @@ class ChessArguments(TrainArguments):
             raise UserError(f"--validation_size is {self.validation_size}; it must be a fraction between 0 and 1.")
         if self.dataset_name and self.train_file:
             raise UserError("give --dataset_name or --train_file, not both; `--dataset_name=` drops the preset's.")
+        if self.validation_file and not self.train_file:
+            raise UserError("--validation_file goes with --train_file; else a fraction of the games is set aside.")
         if self.square_tokenizer and (self.tokenizer_name_or_path or self.notation != "uci"):
             raise UserError("--square_tokenizer makes its own tokenizer, for --notation uci: drop it, or the others.")
         if self.packing and self.attn_implementation not in PACKING_KERNELS:
@@ -87,34 +90,60 @@ def load_games(args: ChessArguments) -> tuple[Dataset, Dataset, str]:
     """(training games, validation games, report of what was dropped); a row has `moves`: UCI with spaces between."""
     from common import chess_games
 
-    features = Features({"moves": Value("string"), "report": Value("string")})
     if args.dataset_name:
         rows = data.load_splits(
             columns=COLUMNS, dataset_name=args.dataset_name, dataset_config_name=args.dataset_config_name
         )["train"]
-        source: dict[str, Any] = {"rows": rows, "source": args.dataset_name}
+        games, report = replay(args, args.dataset_name, rows=rows, source=args.dataset_name)
     else:
-        files = chess_games.list_files(expand_paths(args.train_file or str(SAMPLE_FILE)))
-        # Size and time are part of the cache key: an edited file is read again.
-        source = {"files": tuple((str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files)}
-    table = data.generate(chess_games.game_rows, features, max_games=args.max_games, **source)
-    games, report = table.select(range(len(table) - 1)).select_columns("moves"), table[-1]["report"]
-    if len(games) < 2:
-        raise UserError(
-            f"{args.dataset_name or args.train_file}: two good games are needed at least: {' '.join(report.split())}"
-        )
-    moves = (row["moves"].split() for row in games)
-    train_games, eval_games = map(games.select, chess_games.split_by_game(moves, args.validation_size, args.seed))
+        games, report = replay_files(args, "--train_file", args.train_file or str(SAMPLE_FILE))
+    if args.validation_file:
+        train_games, (eval_games, eval_report) = games, replay_files(args, "--validation_file", args.validation_file)
+        seen = set(train_games["moves"][:])
+        unseen = [index for index, moves in enumerate(eval_games["moves"][:]) if moves not in seen]
+        if not unseen:
+            raise UserError(f"--validation_file {args.validation_file}: all its games are in --train_file too.")
+        report += f"; for validation: {eval_report}"
+        if num_seen := len(eval_games) - len(unseen):
+            report += f"; {num_seen:,} of them left out, which are trained on"
+        eval_games = eval_games.select(unseen)
+    else:
+        moves = (row["moves"].split() for row in games)
+        train_games, eval_games = map(games.select, chess_games.split_by_game(moves, args.validation_size, args.seed))
     return data.head(train_games, args.max_train_samples), data.head(eval_games, args.max_eval_samples), report
 
 
-def expand_paths(text: str) -> list[str]:
-    """Paths of --train_file: with commas between, and patterns such as `games/*.pgn`."""
+def replay_files(args: ChessArguments, flag: str, paths: str) -> tuple[Dataset, str]:
+    """(games, report) of files as --train_file takes them."""
+    from common import chess_games
+
+    files = chess_games.list_files(expand_paths(flag, paths))
+    # Size and time are part of the cache key: an edited file is read again.
+    versions = tuple((str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files)
+    return replay(args, f"{flag} {paths}", files=versions)
+
+
+def replay(args: ChessArguments, name: str, **source: Any) -> tuple[Dataset, str]:
+    """(games, report) of a source as `chess_games.game_rows` takes it."""
+    from common import chess_games
+
+    features = Features({"moves": Value("string"), "report": Value("string")})
+    table = data.generate(
+        chess_games.game_rows, features, num_workers=args.preprocessing_num_workers, max_games=args.max_games, **source
+    )
+    games, report = table.select(range(len(table) - 1)).select_columns("moves"), table[-1]["report"]
+    if len(games) < 2:
+        raise UserError(f"{name}: two good games are needed at least: {' '.join(report.split())}")
+    return games, report
+
+
+def expand_paths(flag: str, text: str) -> list[str]:
+    """Paths of --train_file or --validation_file: with commas between, and patterns such as `games/*.pgn`."""
     paths: list[str] = []
     for part in [text] if Path(text).exists() else text.split(","):
         found = sorted(glob.glob(part, recursive=True)) if glob.has_magic(part) and not Path(part).exists() else [part]
         if not found:
-            raise UserError(f"--train_file {part}: no file has such a name.")
+            raise UserError(f"{flag} {part}: no file has such a name.")
         paths += found
     return paths
 

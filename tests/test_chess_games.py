@@ -491,6 +491,17 @@ def test_parquet(tmp_path: Path, row_group_size: int) -> None:
     assert report.num_bytes_read == path.stat().st_size
 
 
+def test_several_processes_read_the_same(tmp_path: Path, sample_games: list[cg.Game]) -> None:
+    rows = [json.dumps(game.to_row()) for game in sample_games[:120]]
+    rows[7:7] = ["{", rows[3], '{"Moves": ["e2e5"]}', "[1]"]
+    path = tmp_path / "games.jsonl"
+    path.write_text("\n".join(rows))
+    alone, together = cg.ReadReport(), cg.ReadReport()
+    expected = list(cg.read_games([path], alone))
+    assert list(cg.read_games([path], together, num_workers=2)) == expected and len(expected) == 120
+    assert together == alone and alone.dropped == {"unreadable text": 2, "duplicate": 1, "illegal move": 1}
+
+
 def test_what_is_no_file_of_games_is_a_user_error(tmp_path: Path) -> None:
     def error(path: Path) -> str:
         with pytest.raises(UserError) as caught:

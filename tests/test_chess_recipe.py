@@ -99,6 +99,25 @@ def test_files_folders_and_patterns(recipe: ModuleType, tmp_path: Path) -> None:
             read(text)
 
 
+def test_validation_games_from_a_file(recipe: ModuleType, tmp_path: Path) -> None:
+    (tmp_path / "train.pgn").write_text("1. e4 e5 1-0\n\n1. d4 d5 0-1\n")
+    (tmp_path / "new.pgn").write_text("1. c4 e5 1-0\n\n1. d4 d5 0-1\n\n1. d4 e4 0-1\n\n1. g3 e5 1-0\n")
+
+    def read(name: str) -> tuple[list[str], list[str], str]:
+        args = recipe.ChessArguments(train_file=f"{tmp_path}/train.pgn", validation_file=f"{tmp_path}/{name}")
+        train, validation, report = recipe.load_games(args)
+        return train["moves"][:], validation["moves"][:], report
+
+    train, validation, report = read("new.pgn")
+    assert train == ["e2e4 e7e5", "d2d4 d7d5"] and validation == ["c2c4 e7e5", "g2g3 e7e5"]
+    assert report.startswith("2 games kept, 0 dropped; for validation: 3 games kept, 1 dropped\n")
+    assert report.endswith("; 1 of them left out, which are trained on")
+    with pytest.raises(UserError, match="train.pgn: all its games are in --train_file too"):
+        read("train.pgn")
+    with pytest.raises(UserError, match="none.pgn: no such file"):
+        read("none.pgn")
+
+
 def test_a_missing_package_is_an_error_for_the_user(recipe: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "chess", None)
     for name in ("chess_games", "chess_model"):
@@ -132,7 +151,9 @@ def test_dataset_of_the_hub(recipe: ModuleType, monkeypatch: pytest.MonkeyPatch,
 # Presets
 
 
-@pytest.mark.parametrize(("model", "millions"), [("135m", 134.515008), ("7b", 6738.546688), ("demo", 0.87)])
+@pytest.mark.parametrize(
+    ("model", "millions"), [("100m", 99.217152), ("135m", 134.515008), ("7b", 6738.546688), ("demo", 0.87)]
+)
 def test_shapes_of_the_presets(model: str, millions: float) -> None:
     """Published: SmolLM2-135M has 134,515,008 parameters, CodeLlama-7b 6,738,546,688."""
     with torch.device("meta"):
@@ -144,7 +165,8 @@ def test_shapes_of_the_presets(model: str, millions: float) -> None:
 def test_presets_are_read(recipe: ModuleType, preset: str) -> None:
     args = parse_args(recipe.ChessArguments, ["--config", preset])
     assert args.eval_on_start and args.total_batch_size % (args.per_device_train_batch_size or 1) == 0
-    assert bool(args.model_name_or_path) == bool(args.dataset_name) == (preset != "chess_finetune_demo")
+    from_hub = preset not in ("chess_finetune_demo", "chess_finetune_100m")
+    assert bool(args.model_name_or_path) == bool(args.dataset_name) == from_hub
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -307,6 +329,7 @@ def test_a_stop_in_a_match_ends_the_engine_and_saves(forked: ForkedParent, tmp_p
     [
         (["--train_file=missing.pgn"], "missing.pgn: no such file or folder"),
         (["--train_file=a.pgn", "--dataset_name=b"], "give --dataset_name or --train_file, not both"),
+        (["--validation_file=a.pgn"], "--validation_file goes with --train_file"),
         (["--notation=san"], "--square_tokenizer makes its own tokenizer, for --notation uci"),
         (["--max_seq_length=1024"], "--max_seq_length 1024: the model has 512 positions"),
         (["--max_seq_length=16"], "--max_seq_length is 16; it must be at least 32"),
