@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from torch import nn
+from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -177,6 +179,30 @@ def test_the_loss_in_chunks_of_a_model_that_scales_its_logits() -> None:
     model = prepare(CohereForCausalLM(config), loss_chunk_tokens=4).train()
     with pytest.raises(UserError, match="--loss_chunk_tokens .*; drop the flag"):
         token_loss(model, batch("llama"))
+
+
+@pytest.mark.parametrize("kind", [pytest.param("t5", marks=pytest.mark.full), "llama"])
+def test_compiled_blocks_have_no_graph_break_and_settle(kind: str) -> None:
+    """Ragged batches with and without padding: after the first ones nothing is compiled again."""
+    torch._dynamo.reset()
+    counters.clear()
+    options = {"backend": "aot_eager", "mode": "default", "fullgraph": False, "dynamic": None}
+    model = make_model(kind, 0.0)
+    prepare_model(model, None, TrainArguments(), Accelerator(cpu=True), replace(SINGLE, compile_options=options))
+    model.train()
+    num_graphs = []
+    for step, length in enumerate([12, 20, 8, 16, 28, 4, 24, 32]):
+        inputs = {"input_ids": torch.full((2, length), 5), "attention_mask": torch.ones(2, length, dtype=torch.long)}
+        if step % 2:
+            inputs["attention_mask"][1, length // 2 :] = 0
+        inputs["labels"] = torch.full((2, length + 1 if kind == "t5" else length), 5)
+        if kind == "t5":
+            inputs["decoder_input_ids"] = inputs["labels"]
+        token_loss(model, inputs).backward()
+        num_graphs.append(counters["stats"]["unique_graphs"])
+    assert not counters["graph_break"]
+    assert num_graphs[0] > 0 and num_graphs[4:] == [num_graphs[3]] * 4
+    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("kind", KINDS)
