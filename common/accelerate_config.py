@@ -337,6 +337,8 @@ class _Checker:
         else:
             value = _normal(key, value)
             problem = _refusal(key, value) or _type_problem(key, value)
+            if key == "same_network" and value is False and self.flags.get("rdzv_backend", "static") == "static":
+                problem = "found false; the machines meet at main_process_ip either way, remove the line"
             if key == "enable_cpu_affinity" and value is True or key == "rdzv_backend" and value != "static":
                 problem = f"found {value!r}; {FLAG_ONLY.format(key)}"
         if problem:
@@ -412,6 +414,8 @@ class _Checker:
             self.report(
                 "machine_rank", f"found {plan['machine_rank']}; expected 0 to {machines - 1} (num_machines {machines})"
             )
+        if machines == 1 and self.file.content.get("num_machines", 1) == 1 and "main_process_ip" in plan:
+            self.report("main_process_ip", "acts with num_machines above 1 only; remove the line")
         # A launcher that is given --num_machines is given the address in the same way.
         if machines > 1 and "num_machines" not in self.flags:
             for key in ("main_process_ip", "main_process_port"):
@@ -907,7 +911,9 @@ def check_launch(accelerate_config: str | None = None) -> Path | None:
         return None
     config = read_config(path)
     if num_processes is not None:
-        flags |= {"num_processes": num_processes, "num_machines": num_processes // per_machine, "machine_rank": 0}
+        flags |= {"num_processes": num_processes, "num_machines": num_processes // per_machine}
+        if launcher is None:  # the file's rank is the launcher's
+            flags["machine_rank"] = 0
     is_applied = "ACCELERATE_DYNAMO_MODE" in os.environ  # every accelerate launch sets it, and nothing else does
     if is_applied and os.environ["ACCELERATE_MIXED_PRECISION"] != config.get("mixed_precision"):
         flags["mixed_precision"] = os.environ["ACCELERATE_MIXED_PRECISION"]

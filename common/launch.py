@@ -232,8 +232,8 @@ def build_accelerator(args: TrainArguments) -> tuple[Accelerator, Strategy]:
         forward_prefetch=forward_prefetch,
         ram_efficient_loading=ram_efficient_loading,
         fp8_options={
-            "enable_fsdp_float8_all_gather": _flag("FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER"),
-            "pad_inner_dim": _flag("FP8_PAD_INNER_DIM"),
+            "enable_fsdp_float8_all_gather": _flag("ACCELERATE_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER"),
+            "pad_inner_dim": _flag("ACCELERATE_FP8_PAD_INNER_DIM"),
         },
         compile_options=compile_options,
         substitutions=tuple(substitutions),

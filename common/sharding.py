@@ -402,10 +402,10 @@ def _fully_shard(
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if modules and not _tied_parameters(model) and head is not None:
         # Large vocabularies: units of their own, so that the root does not hold both over the whole step. Tied tables
-        # stay in the root, because a parameter can belong to one unit only.
-        if not isinstance(embedding, FSDPModule):
+        # stay in the root, because a parameter can belong to one unit only; so do tables that are in one by size.
+        if not isinstance(embedding.weight, DTensor):
             units.insert(0, shard([embedding], reshard_after_forward))
-        if not isinstance(head, FSDPModule):
+        if not isinstance(head.weight, DTensor):
             units.append(shard([head], False))
     shard([model], False)
     _set_prefetch([unit[0] for unit in units], args.prefetch_depth or 1, strategy)

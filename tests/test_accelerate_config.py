@@ -136,7 +136,7 @@ TAKEN: list[tuple[str, dict[str, Any], str]] = [
     (FSDP2, {"num_processes": 6}, "6 on 1 machine"),
     (FSDP2, {"num_machines": 2, "main_process_ip": "10.0.0.1", "main_process_port": 29501}, "1 on each"),
     ("ddp", {"num_machines": 2, "machine_rank": 1, "main_process_ip": "a", "main_process_port": 1}, "for machine 1"),
-    ("ddp", {"main_process_ip": "node7"}, "process 0 is at node7"),
+    ("ddp", {"num_machines": 2, "main_process_ip": "node7", "main_process_port": 1}, "process 0 is at node7"),
     ("ddp", {"main_process_port": 29501}, "port 29501"),
     ("ddp", {"main_process_port": 0}, "port (a free one)"),
     ("ddp", {"gpu_ids": "1,3"}, "GPUs 1,3"),
@@ -232,6 +232,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("ddp", {"mpirun_config": {"mpirun_hostfile": "h"}}, "mpirun_config: ... mpiexec"),
     ("ddp", {"enable_cpu_affinity": True}, "enable_cpu_affinity: ... pass --enable_cpu_affinity to the launcher"),
     ("ddp", {"rdzv_backend": "c10d"}, "rdzv_backend: ... pass --rdzv_backend to the launcher"),
+    ("ddp", {"same_network": False}, "same_network: found false; ... remove the line"),
+    ("ddp", {"main_process_ip": "node7"}, "main_process_ip: acts with num_machines above 1 only; remove the line"),
     ("ddp", {"same_network": "yes please"}, "same_network: found 'yes please'; expected true or false"),
     (FSDP2, {"fsdp_version": 3}, "fsdp_version: found 3; expected 1 to 2"),
     (FSDP2, {"fsdp_version": "2"}, "fsdp_version: found the text '2'; write 2 without quotes"),
@@ -481,6 +483,7 @@ def test_files_that_accelerate_itself_writes_are_fine(settings: dict[str, Any], 
         (FSDP2, {"fsdp_offload_params": "off please"}, None, "expected true or false"),
         (FSDP2, {"cpu": True}, None, "starts one process without FSDP"),
         ("ddp", {"enable_cpu_affinity": True, "rdzv_backend": "c10d"}, None, None),
+        ("ddp", {"num_machines": 2, "main_process_ip": "node7", "main_process_port": 1}, None, None),
         ("ddp", {"use_deepspeed": True}, None, "these recipes shard with FSDP"),
         (HYBRID, {"use_fsdp": True}, None, "ignores the file's parallelism_config"),
     ],
@@ -627,6 +630,14 @@ def test_what_a_launcher_has_set_is_not_set_again(torchrun: pytest.MonkeyPatch) 
     before = dict(os.environ)
     assert accelerate_config.check_launch() == path
     assert os.environ == before
+
+
+def test_the_file_s_machine_rank_is_its_launcher_s(write: Callable[..., Path], torchrun: pytest.MonkeyPatch) -> None:
+    path = write("ddp", {"machine_rank": 1})
+    assert accelerate_config.check_launch(str(path)) == path  # torchrun has its own
+    torchrun.setattr(accelerate_config, "_find_launcher", lambda: accelerate_config._Launcher(path, {}))
+    with pytest.raises(UserError, match="machine_rank: found 1; expected 0 to 0"):
+        accelerate_config.check_launch()
 
 
 @pytest.mark.parametrize(
