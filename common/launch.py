@@ -4,10 +4,12 @@ The one place that builds an `Accelerator`. On a machine without a GPU the same 
 with real FSDP units; what had to be substituted is named in the banner, and what cannot be rehearsed is refused.
 """
 
+import ctypes
 import fcntl
 import importlib.util
 import os
 import shutil
+import signal
 import sys
 import time
 import traceback
@@ -19,6 +21,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
+import psutil
 import torch
 import torch.distributed as dist
 import yaml
@@ -110,6 +113,7 @@ def run(main: Callable[[], None]) -> NoReturn:
 
     An error is shown once, by the process that had it. The others leave quietly and nothing waits for them.
     """
+    _stop_with_launcher()
     try:
         main()
     except UserError as error:
@@ -142,6 +146,19 @@ def run(main: Callable[[], None]) -> NoReturn:
     sys.stderr.flush()
     # Not sys.exit: the interpreter's shutdown can wait for collectives that will never finish.
     os._exit(code)
+
+
+def _stop_with_launcher() -> None:
+    """Have Linux send this process SIGTERM when tools/launch.py has gone, however that was; nobody else would tell."""
+    launcher = os.environ.get("LAUNCHER_PID")
+    if launcher is None or sys.platform != "linux":
+        return
+    parent_death_signal = 1  # PR_SET_PDEATHSIG
+    ctypes.CDLL(None).prctl(parent_death_signal, signal.SIGTERM)
+    if int(launcher) not in [
+        process.pid for process in psutil.Process().parents()
+    ]:  # gone already, which sends nothing
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _is_lost_connection(error: BaseException) -> bool:

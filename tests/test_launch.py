@@ -1,6 +1,8 @@
 """The entry of a run: exit codes, one error on one process, and asked-for == got before anything is touched."""
 
 import os
+import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -144,6 +146,14 @@ def test_exit_codes_are_the_documented_ones() -> None:
 def test_debug_shows_tracebacks(what: str, forked: ForkedParent, tmp_path: Path) -> None:
     result = start(forked, what, tmp_path / "run", "--debug")
     assert result.output.count("Traceback") == 1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent has gone")
+def test_a_run_whose_launcher_has_gone_does_not_begin(forked: ForkedParent, tmp_path: Path) -> None:
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    for launcher, codes in ((gone.pid, [-signal.SIGTERM] * 2), (os.getpid(), [0, 0])):
+        assert start(forked, "done", tmp_path / "run", env={"LAUNCHER_PID": str(launcher)}).exit_codes == codes
 
 
 # `build_accelerator`.

@@ -6,7 +6,7 @@ Exit code: that of the worker that failed first (2, 75 and 1 before others), 128
 SIGTERM, SIGINT and SIGHUP reach every worker once, as SIGTERM; then the launcher waits for the workers' save, at most
 `LAUNCH_GRACE_SECONDS` (default 600), before it kills them. A second signal kills at once. SIGUSR1 is ignored here:
 batch systems send it to every process of a job, so the workers have theirs already, and its default action would end
-the launcher.
+the launcher. When the launcher itself is killed, Linux sends the recipes SIGTERM: they save and stop.
 """
 
 import argparse
@@ -199,6 +199,7 @@ def main() -> int:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_USAGE
 
+    os.environ["LAUNCHER_PID"] = str(os.getpid())  # by which a recipe notices that the launcher has gone
     args.signals_to_handle = "SIGQUIT"  # torchrun's option; the other signals are handled above
     workers.follow()
     launch.simple_launcher = workers.run_single

@@ -1,5 +1,6 @@
 """Runs that are killed, told to stop, or fail at chosen moments, and what they leave."""
 
+import contextlib
 import os
 import random
 import re
@@ -10,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from common.checkpoint import check_contents, read_checkpoint, step_folders
@@ -192,15 +194,24 @@ def test_a_second_signal_leaves_at_once_and_keeps_the_checkpoint_before(forked: 
     assert_complete(output)
 
 
-def worker_command(output: Path, launcher: list[str]) -> list[str]:
+def worker_command(output: Path, launcher: list[str], config: str = "ddp") -> list[str]:
     script = [str(RECIPE), *flags(output, *saving(1000), "--max_steps=100000")]
-    return [*launcher, "--config_file", str(CONFIGS / "ddp.yaml"), *LAUNCHER_FLAGS, "--main_process_port=0", *script]
+    return [
+        *launcher,
+        "--config_file",
+        str(CONFIGS / f"{config}.yaml"),
+        *LAUNCHER_FLAGS,
+        "--main_process_port=0",
+        *script,
+    ]
 
 
 def wait_for_step(output: Path, process: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + TIMEOUT
+    deadline = time.monotonic() + 2 * TIMEOUT  # imports included
     while not (output / "metrics.jsonl").exists() or len(lines(output)) < 2:
-        assert time.monotonic() < deadline and process.poll() is None, process.communicate()
+        if time.monotonic() > deadline or process.poll() is not None:
+            process.kill()
+            pytest.fail(f"no step: {process.communicate()}")
         time.sleep(0.1)
 
 
@@ -228,6 +239,32 @@ def test_sigterm_to_the_launcher(launcher: list[str], exit_code: int, tmp_path: 
             os.killpg(process.pid, signal.SIGKILL)
     assert process.returncode == exit_code, out + err
     assert "stopped by SIGTERM" in err
+    assert len(checkpoint_names(output)) == 1
+    assert_complete(output)
+
+
+@pytest.mark.launch
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent has gone")
+def test_a_killed_launcher_leaves_a_checkpoint_and_no_process(tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    command = worker_command(output, [sys.executable, "tools/launch.py"], "fsdp_full_shard")
+    with (tmp_path / "err").open("w") as file:
+        process = subprocess.Popen(command, cwd=REPOSITORY, stdout=file, stderr=file, text=True)
+    ranks: list[psutil.Process] = []
+    try:
+        wait_for_step(output, process)
+        ranks = psutil.Process(process.pid).children(recursive=True)
+        process.kill()
+        process.wait()
+        gone, alive = psutil.wait_procs(ranks, timeout=20)
+    finally:
+        process.kill()
+        for rank in ranks:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                rank.kill()
+    assert len(gone) >= 2 and not alive
+    text = (tmp_path / "err").read_text()
+    assert "stopped by SIGTERM" in text and "Traceback" not in text, text
     assert len(checkpoint_names(output)) == 1
     assert_complete(output)
 
