@@ -230,7 +230,8 @@ class TrainArguments(
                 f"--min_learning_rate {self.min_learning_rate} is above --learning_rate {self.learning_rate}."
             )
         for name, text in self.to_dict().items():
-            if text == "" and (name.endswith("_file") or name in ("model_name_or_path", "model_config_path")):
+            is_source = name in ("resume_from_checkpoint", "accelerate_config", "dataset_name")
+            if text == "" and (is_source or name.endswith(("_file", "_path", "_dir"))):
                 raise UserError(
                     f"--{name} is empty (a shell variable that is not set?): give a path, or drop the flag."
                 )
@@ -325,7 +326,7 @@ def parse_args(recipe: type[Arguments], argv: Sequence[str] | None = None) -> Ar
     show_tracebacks = values["debug"]
     args = recipe(**values)
     args.preset, args.preset_reason = (None, reason) if preset is None else (str(preset), reason)
-    if not args.output_dir:  # not given, or from a shell variable that is not set
+    if args.output_dir is None:
         args.output_dir = str(Path("runs") / (preset.stem if preset else Path(sys.argv[0]).stem))
     args.output_dir = os.path.expanduser(args.output_dir)  # a shell leaves the ~ of --output_dir=~/run as it is
     return args

@@ -235,6 +235,30 @@ def fit_config(
         )
 
 
+def meta_model(args: ModelArguments, config: Any, auto_class: type[_BaseAutoModelClass]) -> PreTrainedModel:
+    """The model on the meta device: its modules, without memory; also of 8B parameters in a moment.
+
+    Raises `UserError` when no model can be built of the config.
+    """
+    with torch.device("meta"):
+        return _build(args, config, auto_class)
+
+
+def _build(args: ModelArguments, config: Any, auto_class: type[_BaseAutoModelClass]) -> PreTrainedModel:
+    kwargs: dict[str, Any] = {"attn_implementation": args.attn_implementation} if args.attn_implementation else {}
+    try:
+        return auto_class.from_config(config, dtype=torch.float32, **kwargs)
+    except Exception as error:  # whatever impossible sizes run into
+        if args.attn_implementation and isinstance(error, (ValueError, ImportError)):
+            raise UserError(f"--attn_implementation {args.attn_implementation}: {_one_line(error)}") from error
+        if args.config_overrides:
+            raise UserError(
+                f"--config_overrides {args.config_overrides!r}: no model can be built with it "
+                f"({type(error).__name__}: {_one_line(error)})"
+            ) from error
+        raise
+
+
 def load_model(
     args: TrainArguments, config: Any, auto_class: type[_BaseAutoModelClass], accelerator: Accelerator
 ) -> tuple[PreTrainedModel, Weights | None]:
@@ -246,26 +270,14 @@ def load_model(
     the source is None.
     Raises `UserError` when the checkpoint lacks weights or --init meta does not know how a parameter is initialised.
     """
-    kwargs: dict[str, Any] = {"attn_implementation": args.attn_implementation} if args.attn_implementation else {}
     if args.attn_implementation == "flex_attention" and accelerator.device.type == "cpu":
         raise UserError("--attn_implementation flex_attention: it cannot train on a CPU; drop the flag to rehearse.")
     set_seed(args.seed)
-    try:
-        if args.model_config_path and args.init == "device":
-            with torch.device(accelerator.device):
-                model = auto_class.from_config(config, dtype=torch.float32, **kwargs)
-            return model, None
-        with init_empty_weights(include_buffers=False), recorded_init() as calls:
-            model = auto_class.from_config(config, dtype=torch.float32, **kwargs)
-    except Exception as error:  # whatever impossible sizes run into
-        if args.attn_implementation and isinstance(error, (ValueError, ImportError)):
-            raise UserError(f"--attn_implementation {args.attn_implementation}: {_one_line(error)}") from error
-        if args.config_overrides:
-            raise UserError(
-                f"--config_overrides {args.config_overrides!r}: no model can be built with it "
-                f"({type(error).__name__}: {_one_line(error)})"
-            ) from error
-        raise
+    if args.model_config_path and args.init == "device":
+        with torch.device(accelerator.device):
+            return _build(args, config, auto_class), None
+    with init_empty_weights(include_buffers=False), recorded_init() as calls:
+        model = _build(args, config, auto_class)
     model.tie_weights()
     if args.model_config_path:
         return model, InitSource(model, calls, args.seed)

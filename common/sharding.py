@@ -43,11 +43,12 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 from transformers import PreTrainedModel
+from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
-from common.arguments import TrainArguments, UserError
+from common.arguments import ModelArguments, TrainArguments, UserError
 from common.launch import Strategy, compute_dtype, param_dtype, reduce_dtype
 from common.losses import set_training_loss
-from common.models import Weights
+from common.models import Weights, meta_model
 
 RECOMPILE_LIMIT = 32
 
@@ -195,16 +196,33 @@ def _replicate(
     return DistributedDataParallel(model, device_ids=device_ids, gradient_as_bucket_view=True)
 
 
+def check_wrapping(
+    args: ModelArguments, config: Any, auto_class: type[_BaseAutoModelClass], strategy: Strategy
+) -> None:
+    """Raise what `prepare_model` would about blocks and units: the config is enough, before anything is loaded."""
+    model = meta_model(args, config, auto_class)
+    blocks = find_blocks(model, strategy)
+    if strategy.is_fsdp:
+        find_units(model, blocks, strategy)
+
+
 def find_blocks(model: PreTrainedModel, strategy: Strategy) -> list[nn.Module]:
     """Modules that are checkpointed, compiled and sharded as a unit: the YAML's classes, else the model's blocks.
 
-    Raises `UserError` when a class is not in the model, naming the candidates.
+    Raises `UserError` when a class is not in the model, naming the candidates, and for a model without layers.
     """
-    wanted = list(strategy.wrap_classes) or sorted(model._no_split_modules or ())
+    own = sorted(model._no_split_modules or ())
+    wanted = list(strategy.wrap_classes) or own
     present = {type(module).__name__ for module in model.modules()}
+    if own and present.isdisjoint(own):
+        key = model.config.attribute_map.get("num_hidden_layers", "num_hidden_layers")
+        raise UserError(
+            f"{type(model).__name__} has no layers ({key} is {getattr(model.config, key)}): give it some, "
+            f"--config_overrides {key}=N."
+        )
     missing = [name for name in wanted if name not in present]
     if strategy.wrap_classes and missing:
-        candidates = ", ".join(sorted(model._no_split_modules or ())) or ", ".join(sorted(present))
+        candidates = ", ".join(own) or ", ".join(sorted(present))
         raise UserError(
             f"fsdp_transformer_layer_cls_to_wrap: {type(model).__name__} has no module of class {', '.join(missing)}; "
             f"it has {candidates} (or leave the key out: the model's own block class is taken)."

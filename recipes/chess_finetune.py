@@ -33,7 +33,7 @@ from common.loop import train
 from common.metrics import ModelFlops, Throughput, peak_flops_per_second
 from common.models import check_kind, describe_model, fit_config, load_config, load_model, load_tokenizer
 from common.optim import build_optimizer, build_scheduler
-from common.sharding import describe_units, prepare_model
+from common.sharding import check_wrapping, describe_units, prepare_model
 from common.tracking import RunLog
 
 SAMPLE_FILE = Path(__file__).resolve().parent / "samples" / "chess_games.jsonl"
@@ -216,6 +216,7 @@ def main() -> None:
     plan = plan_batch(args, accelerator.num_processes)
     config = load_config(args)
     check_kind(config, AutoModelForCausalLM)
+    check_wrapping(args, config, AutoModelForCausalLM, strategy)
     is_new_tokenizer = args.square_tokenizer and not args.model_name_or_path
     tokenizer = chess_model.square_tokenizer() if is_new_tokenizer else load_tokenizer(args)
     chess_model.check_tokenizer(tokenizer, args.notation)

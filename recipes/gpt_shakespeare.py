@@ -32,7 +32,7 @@ from common.loop import train
 from common.metrics import ModelFlops, Throughput, peak_flops_per_second
 from common.models import check_kind, describe_model, fit_config, load_config, load_model, load_tokenizer
 from common.optim import build_optimizer, build_scheduler
-from common.sharding import describe_units, prepare_model
+from common.sharding import check_wrapping, describe_units, prepare_model
 from common.tracking import RunLog
 
 SAMPLE_FILE = Path(__file__).resolve().parent / "samples" / "wikihow_articles.csv"
@@ -141,6 +141,7 @@ def main() -> None:
     plan = plan_batch(args, accelerator.num_processes)
     config = load_config(args)
     check_kind(config, AutoModelForCausalLM)
+    check_wrapping(args, config, AutoModelForCausalLM, strategy)
     train_text, eval_text = read_text(args)
     is_new_tokenizer = args.character_level and not args.model_name_or_path
     tokenizer = character_tokenizer(train_text + eval_text) if is_new_tokenizer else load_tokenizer(args)

@@ -34,7 +34,7 @@ from common.metrics import ModelFlops, Throughput, peak_flops_per_second
 from common.models import check_kind, check_vocabulary, describe_model, load_config, load_model, load_tokenizer
 from common.optim import build_optimizer, build_scheduler
 from common.rouge import Rouge, one_sentence_per_line
-from common.sharding import describe_units, prepare_model
+from common.sharding import check_wrapping, describe_units, prepare_model
 from common.tracking import RunLog
 
 SAMPLE_FILE = Path(__file__).resolve().parent / "samples" / "wikihow_articles.csv"
@@ -211,6 +211,7 @@ def main() -> None:
     plan = plan_batch(args, accelerator.num_processes)
     config = load_config(args)
     check_kind(config, AutoModelForSeq2SeqLM)
+    check_wrapping(args, config, AutoModelForSeq2SeqLM, strategy)
     tokenizer = load_tokenizer(args)
     check_vocabulary(config, tokenizer)
     checkpoints = Checkpoints(args, accelerator, strategy, tokenizer)

@@ -298,6 +298,10 @@ def test_llama_shape_with_a_subword_tokenizer(forked: ForkedParent, tmp_path: Pa
         ),
         (["--text_file=latin1.txt"], "--text_file latin1.txt: not UTF-8 text"),
         (["--prompt=Ω"], "--prompt 'Ω': 'Ω' is not in the tokenizer's vocabulary"),
+        (
+            ["--config_overrides=n_layer=0", "--text_file=missing.txt"],
+            "GPT2LMHeadModel has no layers (n_layer is 0): give it some, --config_overrides n_layer=N",
+        ),
         (["--max_seq_length=17"], "--max_seq_length 17: the model has 16 positions"),
         (["--tokenizer_name_or_path=x"], "--character_level makes its own tokenizer"),
     ],

@@ -137,8 +137,14 @@ CASES = [
     Case(
         "wrap class",
         ["fsdp_transformer_layer_cls_to_wrap", "BertLayer", "T5Block"],
-        lambda _: [],
+        lambda _: ["--train_file=absent.csv"],  # the config alone is enough to know
         edit=("fsdp_config:", "fsdp_config:\n  fsdp_transformer_layer_cls_to_wrap: BertLayer"),
+    ),
+    Case(
+        "wrapping by size",
+        ["SIZE_BASED_WRAP", "encoder-decoder", "TRANSFORMER_BASED_WRAP"],
+        lambda _: ["--train_file=absent.csv"],
+        edit=("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP\n  fsdp_min_num_params: 1000"),
     ),
     Case("fp16", ["fp16", "T5", "bf16"], lambda _: [], precision="fp16"),
     Case("float64", ["--param_dtype float64", "bf16"], lambda _: ["--param_dtype=float64"], precision="bf16"),
@@ -231,5 +237,5 @@ def test_help_is_shown_once(forked: ForkedParent) -> None:
 
 
 def test_debug_shows_the_traceback(forked: ForkedParent) -> None:
-    result = start(forked, "--train_file=absent.csv", "--output_dir=", "--debug", "--num_beams=0")
+    result = start(forked, "--train_file=absent.csv", "--debug", "--num_beams=0")
     assert result.exit_code == 2 and "Traceback" in result.output and "--num_beams" in result.output

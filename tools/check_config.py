@@ -67,18 +67,16 @@ def model_settings(args: argparse.Namespace) -> dict[str, Any]:
     return {name: content[name] for name in names if name in content}
 
 
-def meta_model(settings: dict[str, Any]) -> "PreTrainedModel":
-    """The model on the meta device: its modules, no memory."""
-    import torch
+def model_of(settings: dict[str, Any]) -> "PreTrainedModel":
+    """The model on the meta device."""
     from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
     from common.arguments import ModelArguments
-    from common.models import load_config
+    from common.models import load_config, meta_model
 
-    config = load_config(ModelArguments(**settings))
-    auto_class = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-    with torch.device("meta"):
-        return auto_class.from_config(config)
+    args = ModelArguments(**settings)
+    config = load_config(args)
+    return meta_model(args, config, AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -88,7 +86,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         files = [find(name, SHIPPED, "file") for name in args.files] or sorted(SHIPPED.glob("*.yaml"))
         settings = model_settings(args)
-        model = meta_model(settings) if settings else None
+        model = model_of(settings) if settings else None
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_USAGE
