@@ -276,6 +276,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         "fsdp_backward_prefetch_policy: renamed; write fsdp_backward_prefetch",
     ),
     (FSDP1, {"fsdp_config.limit_all_gathers": True}, "fsdp_limit_all_gathers: ... use --limit_all_gathers"),
+    (FSDP2, {"fsdp_mixed_precision_policy": "bf16"}, "fsdp_mixed_precision_policy: ... --reduce_dtype after"),
     (FSDP2, {"fsdp_config.mixed_precision": "bf16"}, "fsdp_mixed_precision: belongs at the top level"),
     (FSDP2, {".fsdp_state_dict_type": "FULL_STATE_DICT"}, "fsdp_state_dict_type: belongs under fsdp_config"),
     (HYBRID, {"parallelism_config.dp_shard_size": 2}, "dp_shard_size: ... write parallelism_config_dp_shard_size"),

@@ -243,6 +243,7 @@ def test_the_banner_is_shown_once_and_names_what_is_in_effect(forked: ForkedPare
     assert result.output.count("== test_launch ") == 1
     rows = dict(line.split(maxsplit=1) for line in result.output.splitlines()[1:])
     assert rows["strategy"].startswith("FSDP2") and rows["processes"] == "2 on cpu"
+    assert rows["accelerate"].endswith("accelerate_configs/fsdp_full_shard.yaml")
     assert "over gloo" in rows["substituted"] and rows["model"] == "a model" and "empty" not in rows
     assert f"torch {torch.__version__}" in rows["libraries"]
     if launch._cpu_computes("bf16"):

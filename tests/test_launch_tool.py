@@ -6,6 +6,7 @@ Most tests start the launcher from the forked parent, which saves its imports; i
 import argparse
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -187,7 +188,7 @@ def parse(tmp_path: Path, yaml_text: str, *flags: str, script: str | None = None
 
 
 def test_more_processes_than_gpus_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = "distributed_type: FSDP\nnum_processes: 8\n"
+    text = "distributed_type: FSDP\nnum_processes: 8\nfsdp_config:\n  fsdp_version: 2\n"
     launch.check(parse(tmp_path, text))  # no GPU at all: a rehearsal on the CPU
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     with pytest.raises(ValueError, match=r"8 processes .* 4 GPUs: pass --num_processes 4 "):
@@ -202,6 +203,13 @@ def test_more_processes_than_gpus_are_refused(tmp_path: Path, monkeypatch: pytes
     [
         ("distributed_type: FSDP\n", [], "has no num_processes"),
         ("distributed_type: FSDP\nnum_processes: 3\nnum_machines: 2\n", [], "does not divide evenly over 2 machines"),
+        (
+            "distributed_type: MULTI_GPU\nnum_processes: 2\nmain_process_ip: a\nmain_process_port: 0\n"
+            "num_machines: 2\n",
+            [],
+            "main_process_port: 0 lets each machine choose another port",
+        ),
+        ("distributed_type: MULTI_GPU\nnum_processes: 2\nnum_machines: 2\n", [], "2 machines need main_process_ip"),
         ("distributed_type: FSDP\nnum_proceses: 3\n", [], "num_proceses"),
         ("distributed_type: FSPD\nnum_processes: 3\n", [], "FSPD"),
         ("num_processes: 3\n", [], "distributed_type"),
@@ -221,6 +229,20 @@ def test_missing_script_and_missing_config_exit_2(forked: ForkedParent, tmp_path
     assert (result.exit_code, result.output) == (2, f"error: {tmp_path / 'absent.py'}: no such script\n")
     result = forked.run(TOOL, worker(tmp_path, ""), config="single_device")
     assert result.exit_code == 2 and result.output.startswith("error: --config_file is missing")
+
+
+def test_a_port_in_use_is_one_line(forked: ForkedParent, tmp_path: Path) -> None:
+    config = tmp_path / "config.yaml"
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        config.write_text(
+            "distributed_type: MULTI_GPU\nnum_processes: 2\nnum_machines: 2\nmachine_rank: 0\nmixed_precision: 'no'\n"
+            f"main_process_ip: 127.0.0.1\nmain_process_port: {taken.getsockname()[1]}\n"
+        )
+        result = forked.run(TOOL, "--config_file", str(config), worker(tmp_path, ""), config="single_device")
+    assert result.exit_code == 2 and result.output.startswith("error: Tried to launch"), result.output
+    assert result.output.count("\n") == 1 and "main_process_port" in result.output
 
 
 def dry_run(*arguments: str, gpus: str = "") -> str:

@@ -10,6 +10,7 @@ from torch import nn
 
 from common.arguments import TrainArguments
 from common.loop import HostValue, StepResult, _EpochLine, _Window, is_due, is_save_due, train_step
+from common.optim import LossScale
 
 
 class Arguments(TrainArguments):
@@ -80,6 +81,24 @@ def test_a_step_that_is_left_out_changes_nothing(factor: float) -> None:
     assert torch.equal(model.weight, other.weight)
     step(model, optimizers[0], factor)
     assert model.weight.isnan().all(), "without the option the step is taken, and the loop ends the run"
+
+
+def test_an_overflow_in_fp16_is_left_out_and_halves_the_scale() -> None:
+    model, other = Linear(), Linear()
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (model, other)]
+    accelerator = Accelerator(cpu=True)
+    accelerator.scaler = LossScale(scale=4.0, growth_interval=2)
+
+    def scaled_step(factor: float) -> StepResult:
+        return train_step(accelerator, model, optimizers[0], [batch(factor)], max_grad_norm=1.0, loss_fn=loss_of)
+
+    assert scaled_step(float("inf")).is_skipped and accelerator.scaler.scale == 2.0
+    assert torch.equal(model.weight, other.weight)
+    for number, factor in enumerate((1.0, 2.0), start=1):  # the scale is in no number that is seen
+        expected, result = step(other, optimizers[1], factor), scaled_step(factor)
+        assert not result.is_skipped and torch.equal(model.weight, other.weight)
+        assert (result.loss, result.grad_norm) == (expected.loss, expected.grad_norm)
+        assert accelerator.scaler.scale == (2.0, 4.0)[number - 1], "it grows after two good steps"
 
 
 def test_votes_to_stop_travel_with_the_counts() -> None:

@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 from torch._dynamo.utils import counters
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -522,7 +524,11 @@ def test_settings_that_cannot_act(
     assert all(word in lines[0] for word in words), lines
 
 
-def test_ddp_sums_gradients_once_a_step(forked: ForkedParent) -> None:
+def test_ddp_alone_sums_gradients_once_a_step() -> None:
+    model: Any = FSDP1.__new__(FSDP1)
+    nn.Module.__init__(model)
+    # FSDP1's no_sync would keep gradients unsharded.
+    assert isinstance(gradient_sync(model, is_last_micro_batch=False), nullcontext)
     model = DistributedDataParallel.__new__(DistributedDataParallel)
     nn.Module.__init__(model)
     model.require_backward_grad_sync = True

@@ -172,6 +172,12 @@ def check(args: argparse.Namespace) -> None:
             f"num_processes {num_processes} does not divide evenly over {num_machines} machines: "
             f"--num_processes is the total over all machines"
         )
+    if num_machines > 1:  # whose launchers wait for each other before a recipe could say what is wrong
+        flags = {
+            name: getattr(args, name) for name in args.nondefault if name not in ("config_file", "training_script")
+        }
+        if problems := check_config(path, flags):
+            raise ValueError("; ".join(problems))
     per_machine = num_processes // num_machines
     num_gpus = torch.cuda.device_count()  # asks the driver; makes no CUDA context
     if num_gpus and per_machine > num_gpus and not (args.cpu or config.use_cpu):
@@ -212,6 +218,9 @@ def main() -> int:
         pass  # the workers have said why; the code is in workers.codes
     except SignalException as error:
         return 128 + error.sigval
+    except ConnectionError as error:  # accelerate's, of a port in use on the first of several machines
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return EXIT_USAGE
     workers.report_killed()
     return exit_code(workers.codes) if any(code != 0 for code in workers.codes.values()) else 0
 

@@ -22,6 +22,7 @@ import accelerate.utils.launch
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 import yaml
 from accelerate.state import AcceleratorState
 from datasets import Dataset
@@ -123,8 +124,13 @@ def watch_fsdp1(self: Any, module: nn.Module, *args: Any, init: Any = sharding.F
 
 
 def watch_compile(function: Any, **options: Any) -> Any:
-    seen["compiled"] = options
+    seen.setdefault("compiled", options)  # the first block
     return function
+
+
+def watch_cross_entropy(logits: torch.Tensor, *args: Any, function: Any = F.cross_entropy, **kwargs: Any) -> Any:
+    seen["logits at a time"] = len(logits)
+    return function(logits, *args, **kwargs)
 
 
 def fake_torchao() -> ModuleType:
@@ -185,6 +191,7 @@ def main() -> None:
         setattr(dist, name, recording("g" if name in gathers else "r", getattr(dist, name)))
     torch.autograd.graph.save_on_cpu = recording("h", torch.autograd.graph.save_on_cpu)  # type: ignore[misc,assignment]
     torch.compile = watch_compile  # type: ignore[assignment]
+    F.cross_entropy = watch_cross_entropy  # type: ignore[assignment]
     vars(sharding)["fully_shard"] = watch_fully_shard
     sharding.FSDP1.__init__ = watch_fsdp1  # type: ignore[method-assign]
     # This machine computes in any precision, however slowly.
@@ -297,6 +304,7 @@ EDITS = [
     flag(FSDP1, "reduce_dtype", "bfloat16", "summed in", "float32", "bfloat16"),
     flag(FSDP2, "reduce_dtype", "bfloat16", "summed in", "float32", "bfloat16"),
     flag(FSDP1, "buffer_dtype", "bfloat16", "buffers", "float32", "bfloat16"),
+    flag(FSDP2, "loss_chunk_tokens", 4, "logits at a time", 12, 4),
     # What torch.compile and torchao are called with.
     Edit(COMPILE, {"dynamo_backend": "EAGER"}, "compiled", COMPILED, COMPILED | {"backend": "eager"}),
     Edit(COMPILE, {"dynamo_mode": "max-autotune"}, "compiled", COMPILED, COMPILED | {"mode": "max-autotune"}),
@@ -339,7 +347,9 @@ EDITS = [
     flag(FSDP2, "prefetch_depth", 2, "refused", None, "needs fsdp_forward_prefetch: true"),
     flag(FSDP1, "gradient_checkpointing", True, "refused", None, "fsdp_activation_checkpointing decides"),
     flag(FSDP2, "blocks_per_unit", 2, "refused", None, "groups blocks", {"fsdp_auto_wrap_policy": "NO_WRAP"}),
+    flag(FSDP2, "recompute_matmuls", 2, "refused", None, "needs fsdp_activation_checkpointing: true in the YAML"),
     flag(FSDP2, "param_dtype", "float64", "refused", None, "contradicts mixed_precision bf16"),
+    flag(FSDP2, "param_dtype", "bfloat16", "refused", None, "needs float32 parameters", {"mixed_precision": "fp16"}),
 ]  # fmt: skip
 
 

@@ -108,7 +108,7 @@ LAYOUTS = [
     Layout("fsdp_full_shard", 4, 1),
     Layout("fsdp_shard_grad_op", 2, 2),
     Layout("fsdp_hybrid_shard", 4, 2),
-    Layout("fsdp_full_shard_offload", 2, 4),
+    Layout("fsdp_full_shard_offload", 2, 2),
     Layout("fsdp_full_shard_compile", 2, 4),
     Layout("fsdp1_full_shard", 1, 4),
     Layout("fsdp1_full_shard", 2, 2),
