@@ -83,14 +83,13 @@ def prepare_model(
     if args.param_dtype == "float64":
         for module in (model, *blocks):  # blocks too: checkpointing runs them again outside the model's forward
             module.forward = _StayInFloat64.within(module.forward)
-    compile_options = strategy.compile_options
-    if compile_options and model.config.is_encoder_decoder:
-        # Lengths are ragged on both sides, and the blocks of one class differ: encoder or decoder, the first or a later
-        # one, with padding in the batch or without. Beyond the limit dynamo would run them uncompiled, with a warning.
-        compile_options = {**compile_options, "dynamic": True}
+    if strategy.compile_options and model.config.is_encoder_decoder:
+        # The blocks of one class differ: encoder or decoder, the first or a later one, with padding in the batch or
+        # without, and each of these twice, for one length and for all. Beyond its limit of 8 dynamo would run them
+        # uncompiled, with a warning.
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, RECOMPILE_LIMIT)
     for block in blocks:
-        _replace_forward(block, recompute, args.recompute_matmuls, offload_activations, compile_options)
+        _replace_forward(block, recompute, args.recompute_matmuls, offload_activations, strategy.compile_options)
     _cast(model, param_dtype(args))
     names = {parameter: name for name, parameter in model.named_parameters()}  # tied parameters: their first name
     fill = None
@@ -109,7 +108,7 @@ def prepare_model(
         prepared = _replicate(model, fill, args, accelerator, strategy)
     head = model.get_output_embeddings()
     assert head is not None, "the recipes' model classes have a head"
-    set_training_loss(prepared, head, args.loss_chunk_tokens, compile_options)
+    set_training_loss(prepared, head, args.loss_chunk_tokens, strategy.compile_options)
     wrong = {p.dtype for p in prepared.parameters() if p.requires_grad} - {param_dtype(args)}
     assert not wrong, f"trainable parameters of {wrong} instead of {args.param_dtype}"
     if strategy.kind != "fsdp1":  # whose parameters are pieces now
