@@ -468,9 +468,9 @@ RESPONSE: Any = httpx.Response(401, request=httpx.Request("GET", "https://huggin
     [
         (GatedRepoError("gated", response=RESPONSE), ["is gated", "https://huggingface.co/a/b", "hf auth login"]),
         (RepositoryNotFoundError("absent", response=RESPONSE), ["neither a folder here nor a public repository"]),
-        (LocalEntryNotFoundError("offline"), ["cannot be reached", "hf download a/b", "local folder"]),
-        (HfHubHTTPError("server error", response=RESPONSE), ["cannot be reached", "hf download a/b"]),
-        (ConnectionError("no route"), ["cannot be reached", "hf download a/b"]),
+        (LocalEntryNotFoundError("offline"), ["cannot be reached", 'make download ARGS="--tokenizer a/b"', "local folder"]),
+        (HfHubHTTPError("server error", response=RESPONSE), ["cannot be reached", 'make download ARGS="--tokenizer a/b"']),
+        (ConnectionError("no route"), ["cannot be reached", 'make download ARGS="--tokenizer a/b"']),
     ],
 )
 def test_hub_errors_say_what_to_do(error: Exception, words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
