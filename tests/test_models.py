@@ -463,7 +463,7 @@ def test_overrides_of_the_tokenizer(folder: Path) -> None:
 RESPONSE: Any = httpx.Response(401, request=httpx.Request("GET", "https://huggingface.co/a/b"))
 
 
-DOWNLOAD = 'make download ARGS="--tokenizer a/b"'
+DOWNLOAD = 'make download ARGS="--'
 
 
 @pytest.mark.parametrize(
