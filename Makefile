@@ -26,7 +26,7 @@ RECIPES := t5-summarize chess-finetune gpt-shakespeare
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo test test-full test-kill lint check clean $(RECIPES)
+.PHONY: help install demo test test-full test-kill lint check plan download clean $(RECIPES)
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9$$(][^=]*:.*## / {gsub(/\$$\(RECIPES\)/, "$(RECIPES)", $$1); printf "%-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -68,6 +68,12 @@ lint: $(INSTALLED) ## ruff and mypy
 
 check: $(INSTALLED) ## explain every YAML of accelerate_configs/ in words, or say what is wrong with it
 	$(BIN)/python tools/check_config.py
+
+plan: $(INSTALLED) ## memory per device under every YAML: PRESET=, ARGS="--device_memory_gib 80 --num_processes 4 8"
+	$(BIN)/python tools/plan.py $(if $(PRESET),--config $(PRESET)) $(ARGS)
+
+download: $(INSTALLED) ## models and data sets into the cache, for machines without a network: PRESET= or ARGS="--model ID"
+	$(BIN)/python tools/download.py $(if $(PRESET),--config $(PRESET)) $(ARGS)
 
 clean: ## remove caches and build leftovers (.venv and runs/ stay)
 	rm -rf build *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -338,7 +338,7 @@ def _load_hub_splits(
     except OSError as error:
         raise UserError(
             f"{flag}: the hub cannot be reached ({type(error).__name__}). Where there is a network, download it with "
-            f"`hf download --repo-type dataset {dataset_name}`, then set HF_HOME to that cache. {offline}"
+            f'`make download ARGS="--dataset {dataset_name}"`, then set HF_HOME to that cache. {offline}'
         ) from error
     if "train" not in loaded:
         raise UserError(f"{flag}: no split 'train' among {', '.join(loaded)}")

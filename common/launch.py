@@ -33,7 +33,7 @@ from accelerate.utils import (
 )
 from torch.distributed.fsdp import CPUOffloadPolicy
 
-from common import arguments
+from common import arguments, memory
 from common.accelerate_config import check_launch, wrap_class_names
 from common.arguments import TrainArguments, UserError, is_first_process
 from common.optim import LossScale
@@ -128,6 +128,8 @@ def run(main: Callable[[], None]) -> NoReturn:
         code, message = EXIT_ERROR, traceback.format_exc()
         if "No space left on device" in str(error) and not arguments.show_tracebacks:
             message = f"error: {' '.join(str(error).split())}\n"
+        if isinstance(error, torch.OutOfMemoryError) and not arguments.show_tracebacks:
+            message = f"error: {memory.explain(error)}\n"
         if _is_lost_connection(error):
             # Another process has gone; its own error is the one to see, and the launcher is about to end this one, or
             # has tried to by the signal that asks for a stop.

@@ -13,7 +13,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 import torch
@@ -45,6 +45,7 @@ from torch.utils.checkpoint import (
 from transformers import PreTrainedModel
 from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
+from common import memory
 from common.arguments import ModelArguments, TrainArguments, UserError
 from common.launch import Strategy, compute_dtype, param_dtype, reduce_dtype
 from common.losses import set_training_loss
@@ -78,6 +79,7 @@ def prepare_model(
         switch = "fsdp_activation_checkpointing: true in the YAML" if plugin else "--gradient_checkpointing"
         raise UserError(f"--recompute_matmuls needs {switch}: without it nothing is recomputed.")
     offload_activations = bool(plugin and plugin.activation_checkpointing_offload)
+    memory.current_run = _describe_run(model, blocks, args, accelerator, strategy, bool(recompute))
     if strategy.mixed_precision == "fp8":
         convert_to_fp8(model, blocks, strategy.fp8_options)
     if args.param_dtype == "float64":
@@ -116,6 +118,37 @@ def prepare_model(
     if args.print_model:
         accelerator.print(prepared)
     return prepared
+
+
+def _describe_run(
+    model: nn.Module,
+    blocks: list[nn.Module],
+    args: TrainArguments,
+    accelerator: Accelerator,
+    strategy: Strategy,
+    recomputes: bool,
+) -> memory.Run:
+    """What an answer to running out of memory needs to know of this run."""
+    plugin, num_processes = strategy.plugin, accelerator.num_processes
+    layout = memory.Layout(1, "none")
+    if strategy.kind == "fsdp2":
+        assert plugin is not None
+        gathered: Literal["units", "all"] = "units" if plugin.reshard_after_forward else "all"
+        is_offloaded = isinstance(plugin.cpu_offload, CPUOffloadPolicy)
+        layout = memory.Layout(num_processes // strategy.replicas, gathered, is_offloaded)
+    elif strategy.kind == "fsdp1":
+        assert plugin is not None and plugin.sharding_strategy is not None
+        per_machine = int(os.environ.get("LOCAL_WORLD_SIZE", num_processes))
+        layout = memory.Layout.of_fsdp1(
+            plugin.sharding_strategy.name, num_processes, per_machine, bool(plugin.cpu_offload.offload_params)
+        )
+    types = memory.Types(
+        param_dtype(args).itemsize, compute_dtype(args, strategy).itemsize, reduce_dtype(args, strategy).itemsize,
+        args.optim,
+    )  # fmt: skip
+    size = memory.ModelSize.of(model, blocks)
+    batch_size = args.per_device_train_batch_size
+    return memory.Run(size, layout, types, strategy.describe(), num_processes, batch_size, recomputes)
 
 
 def _cast(model: nn.Module, dtype: torch.dtype) -> None:

@@ -338,8 +338,8 @@ def test_a_stop_in_a_match_ends_the_engine_and_saves(forked: ForkedParent, tmp_p
         (["--validation_size=3"], "--validation_size is 3.0; it must be a fraction"),
         (
             ["--config=chess_finetune_7b", "--config_overrides=num_hidden_layers=2"],
-            "model codellama/CodeLlama-7b-hf is not in the local cache and the hub cannot be reached: run `hf download "
-            "codellama/CodeLlama-7b-hf`",
+            "model codellama/CodeLlama-7b-hf is not in the local cache and the hub cannot be reached: run `make "
+            'download ARGS="--model codellama/CodeLlama-7b-hf"`',
         ),
     ],
 )

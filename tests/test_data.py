@@ -217,7 +217,7 @@ def fake_hub(monkeypatch: pytest.MonkeyPatch, result: Any) -> None:
 @pytest.mark.parametrize(
     ("failure", "expected"),
     [
-        (ConnectionError("Couldn't reach 'a/b' on the Hub"), ["hf download --repo-type dataset a/b", "_demo"]),
+        (ConnectionError("Couldn't reach 'a/b' on the Hub"), ['make download ARGS="--dataset a/b"', "_demo"]),
         (datasets.exceptions.DatasetNotFoundError("'a/b' is gated."), ["huggingface.co/datasets/a/b", "hf auth login"]),
         (ValueError("Config name is missing.\nAvailable: ['x', 'y']"), ["--dataset_config_name", "['x', 'y']"]),
     ],

@@ -103,6 +103,11 @@ def main() -> None:
             raise KeyboardInterrupt
         case "bug":
             raise ValueError("a library's error")
+        case "out of memory":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. If reserved but")
+        case "other out of memory":
+            if rank == 1:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
         case "other process":
             if rank == 1:
                 raise UserError("row 3 of this process's file")
@@ -110,6 +115,9 @@ def main() -> None:
             if rank == 0:
                 raise RuntimeError("a library's error")
     accelerator.wait_for_everyone()  # where a process that had no error would wait for ever
+
+
+OUT_OF_MEMORY = "error: out of device memory: CUDA out of memory. Tried to allocate 2.00 GiB.\n"
 
 
 @pytest.mark.parametrize(
@@ -121,6 +129,18 @@ def main() -> None:
         ("failed", EXIT_ERROR, "error: step 7: the gradient norm is nan\n", False),
         ("stopped", EXIT_STOPPED, "saved at step 7\n", False),
         ("interrupted", EXIT_ERROR, "interrupted\n", False),
+        (
+            "out of memory",
+            EXIT_ERROR,
+            OUT_OF_MEMORY,
+            False,
+        ),
+        (
+            "other out of memory",
+            EXIT_ERROR,
+            OUT_OF_MEMORY,
+            False,
+        ),
         ("bug", EXIT_ERROR, "ValueError: a library's error\n", True),
         ("other process", EXIT_USER_ERROR, "error: row 3 of this process's file\n", False),
         ("main process", EXIT_ERROR, "RuntimeError: a library's error\n", True),

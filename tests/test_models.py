@@ -463,14 +463,17 @@ def test_overrides_of_the_tokenizer(folder: Path) -> None:
 RESPONSE: Any = httpx.Response(401, request=httpx.Request("GET", "https://huggingface.co/a/b"))
 
 
+DOWNLOAD = 'make download ARGS="--'
+
+
 @pytest.mark.parametrize(
     ("error", "words"),
     [
         (GatedRepoError("gated", response=RESPONSE), ["is gated", "https://huggingface.co/a/b", "hf auth login"]),
         (RepositoryNotFoundError("absent", response=RESPONSE), ["neither a folder here nor a public repository"]),
-        (LocalEntryNotFoundError("offline"), ["cannot be reached", "hf download a/b", "local folder"]),
-        (HfHubHTTPError("server error", response=RESPONSE), ["cannot be reached", "hf download a/b"]),
-        (ConnectionError("no route"), ["cannot be reached", "hf download a/b"]),
+        (LocalEntryNotFoundError("offline"), ["cannot be reached", DOWNLOAD, "local folder"]),
+        (HfHubHTTPError("server error", response=RESPONSE), ["cannot be reached", DOWNLOAD]),
+        (ConnectionError("no route"), ["cannot be reached", DOWNLOAD]),
     ],
 )
 def test_hub_errors_say_what_to_do(error: Exception, words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

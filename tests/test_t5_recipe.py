@@ -130,7 +130,7 @@ CASES = [
     Case("missing model", ["no such folder", "/absent/model"], lambda _: ["--model_name_or_path=/absent/model"]),
     Case(
         "hub: model",
-        ["google-t5/t5-3b", "hf download google-t5/t5-3b", "demo preset runs offline"],
+        ["google-t5/t5-3b", 'make download ARGS="--model google-t5/t5-3b"', "demo preset runs offline"],
         lambda _: ["--model_name_or_path=google-t5/t5-3b"],
     ),
     Case("hub: dataset", ["cnn_dailymail", "--train_file"], lambda _: ["--dataset_name=abisee/cnn_dailymail"]),

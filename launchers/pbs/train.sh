@@ -10,6 +10,7 @@
 set -euo pipefail
 cd "$PBS_O_WORKDIR"
 if [ -f .venv/bin/activate ]; then
+    # shellcheck source=/dev/null
     . .venv/bin/activate
 fi
 read -r -a arguments <<<"${ARGS:-}"
