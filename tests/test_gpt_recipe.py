@@ -330,4 +330,4 @@ def test_a_step_takes_little_longer_than_in_a_plain_loop(shared_data: Path) -> N
     result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     found = re.search(r"^ratio .* ([\d.]+) \(least\)$", result.stdout, re.MULTILINE)
-    assert found and 0.5 < float(found[1]) < 1.3, result.stdout
+    assert found and float(found[1]) < 1.3, result.stdout
