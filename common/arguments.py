@@ -326,10 +326,53 @@ def parse_args(recipe: type[Arguments], argv: Sequence[str] | None = None) -> Ar
     show_tracebacks = values["debug"]
     args = recipe(**values)
     args.preset, args.preset_reason = (None, reason) if preset is None else (str(preset), reason)
+    _refuse_idle(args, _given(parser, argv))
     if args.output_dir is None:
         args.output_dir = str(Path("runs") / (preset.stem if preset else Path(sys.argv[0]).stem))
     args.output_dir = os.path.expanduser(args.output_dir)  # a shell leaves the ~ of --output_dir=~/run as it is
     return args
+
+
+def _given(parser: _Parser, argv: Sequence[str]) -> set[str]:
+    """Names of the arguments that the flags set, without those of the preset."""
+    unset = object()
+    namespace = argparse.Namespace(**{action.dest: unset for action in parser._actions})
+    return {name for name, value in vars(parser.parse_args(argv, namespace)).items() if value is not unset}
+
+
+def _refuse_idle(args: TrainArguments, given: set[str]) -> None:
+    """Raise `UserError` for a flag that another setting leaves without effect.
+
+    A preset may hold what waits for another choice, and a flag may bring back the default.
+    """
+    is_adamw, reports_to_wandb = args.optim == "adamw", "wandb" in tracker_names(args.report_to)
+    evaluates = args.eval_strategy != "no" or args.eval_on_start or args.max_steps == 0
+    acts = {
+        ("eval_steps", "eval_strategy"): args.eval_strategy == "steps",
+        ("evals_per_epoch", "eval_strategy"): args.eval_strategy == "epoch",
+        ("max_eval_batches", "eval_strategy"): evaluates,
+        ("metric_for_best_model", "eval_strategy"): evaluates,
+        ("save_steps", "save_strategy"): args.save_strategy == "steps",
+        ("async_save", "save_strategy"): args.save_strategy != "no",
+        ("save_only_model", "save_strategy"): args.save_strategy != "no",
+        ("allow_changed", "resume_from_checkpoint"): args.resume_from_checkpoint is not None,
+        ("num_train_epochs", "max_steps"): args.max_steps < 0,
+        ("lr_gamma", "lr_scheduler_type"): args.lr_scheduler_type == "step",
+        ("min_learning_rate", "lr_scheduler_type"): args.lr_scheduler_type != "constant",
+        ("adam_beta1", "optim"): is_adamw,
+        ("adam_beta2", "optim"): is_adamw,
+        ("adam_epsilon", "optim"): is_adamw,
+        ("wandb_project", "report_to"): reports_to_wandb,
+        ("wandb_entity", "report_to"): reports_to_wandb,
+    }
+    defaults = {item.name: item.default for item in dataclasses.fields(args)}
+    for (name, other), is_acting in acts.items():
+        value, setting = getattr(args, name), getattr(args, other)
+        if name in given and value != defaults[name] and not is_acting:
+            where = f"without --{other}" if setting is None else f"with --{other} {setting}"
+            if other not in given and setting != defaults[other]:
+                where += " of the preset"
+            raise UserError(f"--{name} {value} does nothing {where}: drop it, or change --{other}.")
 
 
 def _build_parser(recipe: type[TrainArguments]) -> _Parser:

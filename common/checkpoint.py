@@ -537,8 +537,6 @@ class Checkpoints:
         asked = self.args.resume_from_checkpoint
         if asked is None:
             return None
-        if self.accelerator.is_main_process:
-            self._remove_leftovers()
         folders = step_folders(self.folder) if asked == "latest" else [Path(asked)]
         folders = self._gather(folders)[0]
         skipped = []
@@ -637,6 +635,7 @@ class Checkpoints:
     def _take_over_output_dir(self) -> None:
         if self.args.resume_from_checkpoint:
             write_config(self.args)
+        self._remove_leftovers()  # not before: until the folder is this run's, they may be what another one is writing
         # Checkpoints of later steps belong to a course that is given up: they must not be the latest any more.
         for folder in step_folders(self.folder):
             if _step(folder) > (self.found.step if self.found else 0):

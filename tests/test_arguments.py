@@ -210,6 +210,51 @@ def test_flags_that_contradict_each_other(preset: Path, flags: list[str], words:
     assert all(word in str(caught.value) for word in words), caught.value
 
 
+# A flag, what else stands there, the setting that leaves it without effect, and one that does not.
+IDLE = [
+    ("--eval_steps=5", "eval_strategy: no", "--eval_strategy no of the preset", "--eval_strategy=steps"),
+    ("--eval_steps=5", "", "--eval_strategy epoch:", "--eval_strategy=steps"),
+    ("--evals_per_epoch=2", "", "--eval_strategy steps", "--eval_strategy=epoch"),
+    ("--max_eval_batches=2", "eval_strategy: no", "--eval_strategy no", "--eval_on_start"),
+    ("--metric_for_best_model=x", "eval_strategy: no", "--eval_strategy no", "--max_steps=0"),
+    ("--save_steps=5", "", "--save_strategy epoch", "--save_strategy=steps"),
+    ("--async_save", "save_strategy: no", "--save_strategy no", "--save_strategy=epoch"),
+    ("--save_only_model", "save_strategy: no", "--save_strategy no", "--save_strategy=epoch"),
+    ("--allow_changed=seed", "", "without --resume_from_checkpoint", "--resume_from_checkpoint=latest"),
+    ("--num_train_epochs=3", "max_steps: 60", "--max_steps 60 of the preset", "--max_steps=-1"),
+    ("--lr_gamma=0.7", "", "--lr_scheduler_type linear", "--lr_scheduler_type=step"),
+    ("--min_learning_rate=1e-6", "lr_scheduler_type: constant", "--lr_scheduler_type constant",
+     "--lr_scheduler_type=linear"),
+    ("--adam_beta1=0.8", "optim: adafactor", "--optim adafactor", "--optim=adamw"),
+    ("--adam_beta2=0.8", "optim: adadelta", "--optim adadelta", "--optim=adamw"),
+    ("--adam_epsilon=1e-6", "optim: adafactor", "--optim adafactor", "--optim=adamw"),
+    ("--wandb_project=x", "", "--report_to none", "--report_to=wandb"),
+    ("--wandb_entity=x", "", "--report_to none", "--report_to=wandb"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("flag", "text", "reason", "remedy"), IDLE)
+def test_a_flag_that_cannot_act_is_refused(preset: Path, flag: str, text: str, reason: str, remedy: str) -> None:
+    name, _, value = flag.removeprefix("--").partition("=")
+    others = ["--eval_strategy=steps", "--eval_steps=9"] if reason == "--eval_strategy steps" else []
+    with pytest.raises(UserError) as caught:
+        parse(preset, text + "\n", flag, *others)
+    message = str(caught.value)
+    assert (
+        message.startswith(f"--{name} ")
+        and f" does nothing {'' if 'without' in reason else 'with '}{reason}" in message
+    )
+    assert parse(preset, text + "\n", flag, remedy).to_dict()[name] is not None
+    # A preset may hold what waits for another choice.
+    assert parse(preset, f"{text}\n{name}: {value or 'true'}\n", *others).to_dict()[name] is not None
+
+
+def test_a_flag_may_bring_back_the_default(preset: Path) -> None:
+    text = "optim: adafactor\nadam_beta1: 0.8\nsave_strategy: no\nasync_save: true\n"
+    args = parse(preset, text, "--adam_beta1=0.9", "--async_save=false")
+    assert (args.adam_beta1, args.async_save) == (0.9, False)
+
+
 def test_seeds_at_the_limits_are_usable(preset: Path) -> None:
     import torch
     from transformers import set_seed

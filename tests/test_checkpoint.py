@@ -358,6 +358,10 @@ def test_leftovers_of_a_killed_save_are_removed_and_never_chosen(
     shutil.copytree(two_checkpoints, tmp_path / "run")
     shutil.copytree(folder / "step_00000002", folder / "step_00000003.tmp")
     shutil.copytree(folder / "step_00000002", folder / "step_00000001.old.tmp")
+    leftovers = ["step_00000001.old.tmp", "step_00000003.tmp"]
+    # Until the folder is this run's alone, they may be what a run that still goes on is writing.
+    run = Run(tmp_path / "run", tokenizer, resume_from_checkpoint="latest", start=False)
+    assert set(leftovers) < set(run.names)
     run = Run(tmp_path / "run", tokenizer, resume_from_checkpoint="latest")
     assert run.state == {"progress": 2}
     assert run.names == ["step_00000001", "step_00000002"]

@@ -12,20 +12,25 @@ import yaml
 from safetensors.torch import load_file
 
 from tests.forked import CONFIGS, ForkedParent
-from tests.tiny import checkpoint_names, lines, saving, series, train
+from tests.tiny import LAUNCHER_FLAGS, RECIPE, checkpoint_names, flags, lines, saving, series, train
 
 Layout = tuple[str, int]
-"""A YAML of accelerate_configs/ and the number of processes."""
+"""A YAML of accelerate_configs/, after a space another state-dict type than its own, and the number of processes."""
 
 KINDS = ["ddp", "fsdp1_full_shard", "fsdp_full_shard", "fsdp_shard_grad_op"]
 LAYOUTS: list[Layout] = [*itertools.product(KINDS, [1, 2, 4]), ("fsdp_hybrid_shard", 4)]
 SEGMENT = 10  # steps between two changes of the layout: nearly two epochs
 
 
-def change_yaml(folder: Path, config: str, **fsdp_config: str) -> Path:
-    settings = yaml.safe_load((CONFIGS / f"{config}.yaml").read_text())
-    settings["fsdp_config"] |= fsdp_config
-    path = folder / f"{config}.yaml"
+def yaml_of(config: str, folder: Path) -> str | Path:
+    """What to launch with: the YAML's name, or the path of a changed copy in the folder."""
+    name, _, state_dict_type = config.partition(" ")
+    if not state_dict_type:
+        return name
+    settings = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text())
+    assert settings["fsdp_config"]["fsdp_state_dict_type"] != state_dict_type
+    settings["fsdp_config"]["fsdp_state_dict_type"] = state_dict_type
+    path = folder / f"{name}.yaml"
     path.write_text(yaml.safe_dump(settings))
     return path
 
@@ -57,8 +62,7 @@ def test_same_layout_is_bit_exact(
     config: str, num_processes: int, more: list[str], forked: ForkedParent, tmp_path: Path
 ) -> None:
     """Dropout included, from a step within a logging window and within an epoch."""
-    name, _, state_dict_type = config.partition(" ")
-    yaml_file = change_yaml(tmp_path, name, fsdp_state_dict_type=state_dict_type) if state_dict_type else name
+    yaml_file = yaml_of(config, tmp_path)
 
     def run(*flags: str) -> None:
         train(
@@ -74,14 +78,55 @@ def test_same_layout_is_bit_exact(
     weights = load_file(output / "model" / "model.safetensors")
     run(f"--resume_from_checkpoint={output}/checkpoints/step_00000003")
     assert series(output) == expected
+    # Names go on from the step; what the first course had under them is set aside.
+    assert {"step_00000003", "step_00000006", "step_00000007"} < set(checkpoint_names(output))
     resumed = load_file(output / "model" / "model.safetensors")
     assert all(torch.equal(resumed[key], weights[key]) for key in weights)
+
+
+# Prints a number of the generator's state at the start of each step, and the time limit of collectives.
+WATCHED = """
+import os, runpy, sys
+import torch, torch.distributed as dist, xxhash
+from common import loop
+
+def seed_step(seed, step, process_index):
+    original(seed, step, process_index)
+    limit = dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+    state = xxhash.xxh3_64_hexdigest(bytes(torch.get_rng_state().tolist()))
+    print(f"rank {os.environ['RANK']} step {step} state {state} limit {limit:.0f}", flush=True)
+
+original, loop.seed_step = loop.seed_step, seed_step
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_random_numbers_are_of_the_step_and_the_process(forked: ForkedParent, tmp_path: Path) -> None:
+    """Ranks must not share their dropout, nor a resumed run repeat that of its first steps."""
+    (tmp_path / "watched.py").write_text(WATCHED)
+
+    def states(*more: str) -> dict[tuple[str, str], str]:
+        result = forked.run(
+            tmp_path / "watched.py", str(RECIPE), *flags(tmp_path / "run", *saving(2), "--max_steps=4", *more),
+            "--ddp_timeout=77", config="ddp", num_processes=2, launcher_flags=LAUNCHER_FLAGS,
+        )  # fmt: skip
+        assert result.exit_code == 0, result.output
+        found = re.findall(r"rank (\d) step (\d) state (\w+) limit 77\n", result.output)
+        return {(rank, step): state for rank, step, state in found}
+
+    whole = states()
+    assert len(whole) == 2 * 4 and len(set(whole.values())) == 2 * 4
+    resumed = states(f"--resume_from_checkpoint={tmp_path}/run/checkpoints/step_00000002")
+    assert resumed == {key: state for key, state in whole.items() if key[1] in "23"}
 
 
 # Any other layout
 
 
-def continue_run(forked: ForkedParent, layout: Layout, output: Path, step: int, source: Path | None) -> None:
+def continue_run(
+    forked: ForkedParent, layout: Layout, output: Path, step: int, source: Path | None, *more: str
+) -> None:
     """Train to `step` in float64, from the latest checkpoint of `source` where there is one."""
     config, num_processes = layout
     if source is not None:
@@ -91,8 +136,8 @@ def continue_run(forked: ForkedParent, layout: Layout, output: Path, step: int, 
     train(
         forked, output, *saving(1000), f"--max_steps={step}", "--param_dtype=float64", "--lr_scheduler_type=step",
         "--warmup_steps=0", f"--per_device_train_batch_size={4 // num_processes}",
-        *(["--resume_from_checkpoint=latest"] if source else []),
-        config=config, num_processes=num_processes, dropout=False,
+        *(["--resume_from_checkpoint=latest"] if source else []), *more,
+        config=yaml_of(config, output.parent), num_processes=num_processes, dropout=False,
     )  # fmt: skip
 
 
@@ -128,15 +173,51 @@ def test_every_layout_resumes_into_another(
     reference: dict[int, tuple[float, ...]], forked: ForkedParent, tmp_path: Path
 ) -> None:
     """One run that changes its layout every ten steps, through full and sharded checkpoints."""
+    follow(CHAIN, reference, forked, tmp_path)
+
+
+def follow(
+    chain: list[Layout], reference: dict[int, tuple[float, ...]], forked: ForkedParent, folder: Path, *more: str
+) -> None:
     source = None
-    for number, layout in enumerate(CHAIN, start=1):
-        output = tmp_path / f"{number}"
+    for number, layout in enumerate(chain, start=1):
+        output = folder / f"{number}"
         output.mkdir()
-        continue_run(forked, layout, output, SEGMENT * number, source)
+        continue_run(forked, layout, output, SEGMENT * number, source, *more)
         assert_agrees(output, reference, SEGMENT * number, f"link {number}, {layout}")
         if source is not None:
             shutil.rmtree(source)
         source = output
+
+
+# FSDP1 writes one file and FSDP2 sharded ones by their YAMLs above; here the other way round, and with offload.
+OTHER_FORMS: list[Layout] = [
+    ("fsdp1_full_shard SHARDED_STATE_DICT", 2), ("fsdp_full_shard FULL_STATE_DICT", 4), ("fsdp_full_shard_offload", 2),
+    ("fsdp1_full_shard SHARDED_STATE_DICT", 4), ("fsdp1_hybrid_shard", 4), ("fsdp_full_shard_offload", 1),
+    ("fsdp1_hybrid_shard SHARDED_STATE_DICT", 4), ("fsdp1_no_shard", 2), ("fsdp_hybrid_shard FULL_STATE_DICT", 4),
+    ("fsdp1_full_shard SHARDED_STATE_DICT", 1), ("ddp", 2),
+]  # fmt: skip
+
+
+@pytest.mark.full
+def test_the_other_state_dict_types_and_offload_resume_too(
+    reference: dict[int, tuple[float, ...]], forked: ForkedParent, tmp_path: Path
+) -> None:
+    follow(OTHER_FORMS, reference, forked, tmp_path)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("optim", ["adafactor", "adadelta"])
+def test_state_of_the_other_optimizers_moves_to_another_layout(
+    optim: str, forked: ForkedParent, tmp_path: Path
+) -> None:
+    """Adafactor keeps sums over rows and columns, which have other shapes than the parameters."""
+    chain: list[Layout] = [("fsdp_full_shard", 2), ("fsdp_full_shard", 4), ("ddp", 1), ("fsdp_shard_grad_op", 2)]
+    (tmp_path / "whole").mkdir()
+    continue_run(
+        forked, ("single_device", 1), tmp_path / "whole", SEGMENT * len(chain), None, f"--optim={optim}"
+    )  # fmt: skip
+    follow(chain, series(tmp_path / "whole"), forked, tmp_path, f"--optim={optim}")
 
 
 @pytest.fixture(scope="module")
