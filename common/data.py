@@ -46,6 +46,7 @@ SPLIT_WORDS = {
 }
 SPLITS = ("train", "validation")
 MAX_WINDOW_BATCHES = 50
+MAX_NAMES = 16  # of examples in messages
 
 Row = dict[str, Any]
 Batch = dict[str, torch.Tensor]
@@ -639,6 +640,23 @@ class Sampler(ABC):
         shares = self.indices(step).reshape(-1, num_processes, per_device_batch_size)
         return shares[:, process_index].tolist()
 
+    def names(self, step: int) -> list[str]:
+        """What batch `step` consists of, for messages."""
+        names = list(map(str, sorted(self.indices(step).tolist())))
+        return names[:MAX_NAMES] + ["..."] * (len(names) > MAX_NAMES)
+
+    def report(self, step: int) -> dict[str, float]:
+        """Metrics of the first `step` batches, for the log."""
+        return {}
+
+    def state(self, step: int) -> Any:
+        """What a checkpoint has to keep, besides the step, to go on with batch `step`; JSON values."""
+        return None
+
+    def restore(self, state: Any) -> None:
+        """Go on from what `state` returned."""
+        assert state is None
+
 
 class StepSampler(Sampler):
     """Batches of one dataset, in an endless order of one permutation after another, one per epoch.
@@ -946,7 +964,7 @@ def collate_windows(rows: list[Row]) -> Batch:
     """
     shape = len(rows), max(len(row["labels"]) for row in rows)
     names = [name for name in ("input_ids", "labels", "position_ids") if name in rows[0]]
-    batch = {name: torch.full(shape, IGNORE_INDEX if name == "labels" else 0) for name in names}
+    batch: Batch = {name: torch.full(shape, IGNORE_INDEX if name == "labels" else 0) for name in names}
     for index, row in enumerate(rows):
         for name, values in batch.items():
             values[index, : len(row[name])] = torch.from_numpy(row[name])
@@ -968,7 +986,8 @@ def show_samples(
     accelerator: Accelerator, num_samples: int, dataset: Dataset, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     """Print the first training examples as the model sees them: decoded input and target."""
-    for index, row in enumerate(head(dataset, num_samples)):
+    for index in range(min(num_samples, len(dataset))):
+        row = dataset[index]
         labels = [token for token in row["labels"] if token != IGNORE_INDEX]
         accelerator.print(f"-- example {index}: {len(row['input_ids'])} input tokens, {len(labels)} target tokens")
         accelerator.print(f"   input:  {tokenizer.decode(row['input_ids'])}\n   target: {tokenizer.decode(labels)}")

@@ -4,6 +4,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Mapping
+from datetime import timedelta
 from netrc import NetrcParseError, netrc
 from pathlib import Path
 from typing import Any
@@ -234,6 +235,7 @@ _UNITS: dict[str, Callable[[float], str]] = {
     "peak_reserved_gib": lambda value: f"{value:.1f} GiB reserved",
     "step_seconds": lambda value: f"{value:.3g} s/step",
     "data_wait_seconds": lambda value: f"data {value:.2g} s",
+    "seconds_left": lambda value: f"{timedelta(seconds=round(value))} left",
     "eval_examples": lambda value: f"{value:,} examples",
 }
 

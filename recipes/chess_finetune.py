@@ -30,7 +30,15 @@ from common.export import export_model
 from common.launch import banner, build_accelerator, compute_dtype, run
 from common.loop import train
 from common.metrics import ModelFlops, Throughput, peak_flops_per_second
-from common.models import check_kind, describe_model, fit_config, load_config, load_model, load_tokenizer
+from common.models import (
+    PACKING_KERNELS,
+    check_kind,
+    describe_model,
+    fit_config,
+    load_config,
+    load_model,
+    load_tokenizer,
+)
 from common.optim import build_optimizer, build_scheduler
 from common.sharding import check_wrapping, describe_units, prepare_model
 from common.tracking import RunLog
@@ -38,8 +46,6 @@ from common.tracking import RunLog
 SAMPLE_FILE = Path(__file__).resolve().parent / "samples" / "chess_games.jsonl"
 # Columns of a dataset on the hub: LAION's, or the text of a game.
 COLUMNS: list[tuple[str, ...]] = [("Moves", "Termination", "Result"), ("Moves",), ("text",)]
-# Kernels that keep the games of a packed sequence apart.
-PACKING_KERNELS = (None, "sdpa", "eager", "flex_attention")
 
 
 @dataclass
