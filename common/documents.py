@@ -107,10 +107,9 @@ def _read_text(file: Path, start: int, stop: int | None) -> Iterator[Piece]:
     """One document, cut near each multiple of PIECE_BYTES after an empty line, or else after a line."""
     size = file.stat().st_size
     with open(file, "rb") as lines:
-        begin = _cut(lines, -(-start // PIECE_BYTES), size)
+        begin = _next_cut(lines, start, size)
         while begin < (size if stop is None else min(stop, size)) or begin == size == 0:
-            # The first cut after `begin`: a line may be longer than a piece.
-            end = _cut(lines, begin // PIECE_BYTES + 1, size)
+            end = _next_cut(lines, begin + 1, size)
             lines.seek(begin)
             block = lines.read(end - begin)
             try:
@@ -122,6 +121,13 @@ def _read_text(file: Path, start: int, stop: int | None) -> Iterator[Piece]:
             if size == 0:
                 return
             begin = end
+
+
+def _next_cut(lines: Any, position: int, size: int) -> int:
+    """The first cut at `position` or after it: of the multiple before may come one after a line that was long."""
+    number = position // PIECE_BYTES
+    cuts = (_cut(lines, each, size) for each in (number - 1, number, number + 1) if each >= 0)
+    return min((cut for cut in cuts if cut >= position), default=size)
 
 
 def _cut(lines: Any, number: int, size: int) -> int:

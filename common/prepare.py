@@ -158,7 +158,8 @@ def _tokenize(parts: list[tuple[Part, Path]], encoder: Encoder, settings: Settin
             yield part
         return
     # Not forked: a training process has threads and collectives.
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
     with ProcessPoolExecutor(
         min(num_workers, len(parts)), context, initializer=_start_worker, initargs=(encoder, settings)
     ) as pool:
