@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 from common import data
 from common.arguments import TrainArguments, UserError, arg, num_training_steps, parse_args, plan_batch
 from common.checkpoint import Checkpoint, Checkpoints
+from common.documents import Encoder
 from common.evaluation import (
     continue_text,
     evaluation_batches,
@@ -199,7 +200,7 @@ class Evaluation:
         if self.args.prompt:
             text = continue_text(
                 self.accelerator, model, self.tokenizer, self.args.prompt, max_new_tokens=self.args.max_new_tokens,
-                context_length=self.args.max_seq_length,
+                context_length=self.args.max_seq_length, start_token_id=Encoder(self.tokenizer).bos_token_id,
             )  # fmt: skip
             self.accelerator.print(f"-- answer\n{text}")
         return metrics
