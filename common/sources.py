@@ -5,6 +5,7 @@ ones (`TokenRows`) are read in any order; a stream (`TokenStream`) only forward,
 """
 
 import itertools
+import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -439,6 +440,41 @@ class SourceSettings:
         return replace(self, validation_size=validation_size)
 
 
+@dataclass(frozen=True)
+class SourceSpec:
+    """What a user gives for a source of training."""
+
+    text: str
+    """Files, a tokenized folder or a hub id."""
+    flag: str
+    """That gave it: --train_file or --dataset_name."""
+    weight: float
+
+
+def list_sources(
+    train_file: str | None, dataset_name: str | None, weights: str | None, default: str
+) -> list[SourceSpec]:
+    """Sources of the flags, with semicolons between in each; `default` is the file where there are none.
+
+    Raises UserError unless there is a weight for each of several.
+    """
+    given = ((train_file, "--train_file"), (dataset_name, "--dataset_name"))
+    found = [(part.strip(), flag) for text, flag in given for part in (text or "").split(";") if part.strip()]
+    found = found or [(default, "--train_file")]
+    if weights is None and len(found) > 1:
+        raise UserError(f"--source_weights: {len(found)} sources need {len(found)} weights, such as 0.9,0.1.")
+    try:
+        values = [float(word) for word in (weights or "1").split(",")]
+    except ValueError:
+        raise UserError(f"--source_weights {weights}: numbers with commas are expected.") from None
+    if len(values) != len(found) or not all(0 < value < math.inf for value in values):
+        raise UserError(f"--source_weights {weights}: {len(found)} numbers above 0 are expected.")
+    names = [source_name(text) for text, _ in found]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise UserError(f"{found[names.index(twice[0])][1]}: two sources are called {twice[0]!r}; rename one.")
+    return [SourceSpec(text, flag, value) for (text, flag), value in zip(found, values, strict=True)]
+
+
 def source_name(text: str) -> str:
     """Short name of a source in logs: its last part without a suffix."""
     parts = [part for part in text.rstrip("/").split("/") if not set(part) & set("*?[")]
@@ -446,12 +482,13 @@ def source_name(text: str) -> str:
 
 
 def load_source(
-    text: str, flag: str, settings: SourceSettings, validation_text: str | None = None
+    source: SourceSpec, settings: SourceSettings, validation_text: str | None = None
 ) -> dict[str, TokenRows]:
     """The "train" split of files, a tokenized folder or a dataset on the hub, and "validation" where there is one.
 
     Collective: files are tokenized once per node, and found again by later runs.
     """
+    text, flag = source.text, source.flag
     splits: dict[str, list[Path]] = {}
     if _is_tokenized(text):
         own = _load_tokenized(Path(text), flag, settings)
@@ -486,8 +523,9 @@ def load_held_out(text: str, flag: str, settings: SourceSettings) -> TokenRows:
     return _load_files({"validation": files}, text, settings)["validation"]
 
 
-def load_stream(text: str, flag: str, settings: SourceSettings, window: int) -> TokenStream:
+def load_stream(source: SourceSpec, settings: SourceSettings, window: int) -> TokenStream:
     """Stream of files or of a dataset on the hub."""
+    text, flag = source.text, source.flag
     reader: FileReader | HubReader
     if flag == "--dataset_name":
         try:

@@ -9,14 +9,12 @@ files (--train_file), a folder that tools/prepare_data.py or `datasets` has toke
 (--dataset_name), each also as it comes (--streaming). Several sources, with semicolons between, are mixed by weights.
 """
 
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
@@ -51,12 +49,13 @@ from common.sources import (
     SourceSampler,
     SourceSettings,
     TokenRows,
+    list_sources,
     load_held_out,
     load_source,
     load_stream,
     source_name,
 )
-from common.tracking import RunLog
+from common.tracking import RunLog, read_first_line
 
 SAMPLE_FILE = Path(__file__).resolve().parent / "samples" / "wikihow_articles.csv"
 
@@ -105,27 +104,8 @@ class LlamaArguments(TrainArguments):
             raise UserError(
                 "--streaming: give --validation_file (or --eval_strategy no); nothing is set aside of a stream."
             )
-        sources = self.sources()
-        if self.source_weights is None and len(sources) > 1:
-            raise UserError(
-                f"--source_weights: {len(sources)} sources need {len(sources)} weights, for example 0.9,0.1."
-            )
-        if len(self.weights()) != len(sources) or min(self.weights()) <= 0:
-            raise UserError(f"--source_weights {self.source_weights}: {len(sources)} numbers above 0 are expected.")
+        self.sources = list_sources(self.train_file, self.dataset_name, self.source_weights, default=str(SAMPLE_FILE))
         self.eval_on_start = self.eval_on_start or self.forgetting_dataset is not None
-
-    def sources(self) -> list[tuple[str, str]]:
-        """(files or id, flag) of each source."""
-        given = [(self.train_file, "--train_file"), (self.dataset_name, "--dataset_name")]
-        found = [(part.strip(), flag) for text, flag in given for part in (text or "").split(";") if part.strip()]
-        return found or [(str(SAMPLE_FILE), "--train_file")]
-
-    def weights(self) -> list[float]:
-        """Of each source."""
-        try:
-            return [float(word) for word in (self.source_weights or "1").split(",")]
-        except ValueError:
-            raise UserError(f"--source_weights {self.source_weights}: numbers with commas are expected.") from None
 
 
 def load_data(
@@ -136,23 +116,24 @@ def load_data(
         tokenizer, args.max_seq_length, args.document_masking, args.text_column, args.seed,
         num_workers=args.preprocessing_num_workers or 1,
     )  # fmt: skip
+    weights = [source.weight for source in args.sources]
     held_out: dict[str, TokenRows] = {}
     if args.streaming:
-        streams = [load_stream(text, flag, settings, args.shuffle_window) for text, flag in args.sources()]
-        mixture = Mixture([*streams], args.weights())
+        mixture = Mixture([load_stream(source, settings, args.shuffle_window) for source in args.sources], weights)
         if args.validation_file:
             held_out[""] = load_held_out(args.validation_file, "--validation_file", settings)
         sampler = SourceSampler(mixture, batch_size, args.seed, max(1, args.max_steps) * batch_size)
     else:
-        (text, flag), *others = args.sources()
-        first = load_source(text, flag, settings.setting_aside(args.validation_size), args.validation_file)
+        first = load_source(args.sources[0], settings.setting_aside(args.validation_size), args.validation_file)
         if "validation" in first:
             held_out[""] = first["validation"]
-        rows = [first["train"], *(load_source(text, flag, settings)["train"] for text, flag in others)]
-        mixture = Mixture([data.head(source, args.max_train_samples) for source in rows], args.weights())
+        rows = [first["train"], *(load_source(source, settings)["train"] for source in args.sources[1:])]
+        mixture = Mixture([data.head(source, args.max_train_samples) for source in rows], weights)
         sampler = SourceSampler(mixture, batch_size, args.seed)
-    for text in filter(None, (args.forgetting_dataset or "").split(";")):
-        held_out[f"{source_name(text)}_"] = load_held_out(text.strip(), "--forgetting_dataset", settings)
+    for text in map(str.strip, filter(None, (args.forgetting_dataset or "").split(";"))):
+        if (name := f"{source_name(text)}_") in held_out:
+            raise UserError(f"--forgetting_dataset {args.forgetting_dataset}: two are called {name[:-1]}; rename one.")
+        held_out[name] = load_held_out(text, "--forgetting_dataset", settings)
     if not held_out and args.eval_strategy != "no":
         raise UserError("nothing to evaluate on: give --validation_file or --validation_size, or --eval_strategy no.")
     return mixture, sampler, {name: data.head(rows, args.max_eval_samples) for name, rows in held_out.items()}
@@ -175,13 +156,8 @@ class Evaluation:
             for name, rows in held_out.items()
         }
         self.before: dict[str, float] | None = None
-        if found is not None:  # the run's first line has them
-            before: list[dict[str, float]] = [{}]
-            file = found.folder.parent.parent / "metrics.jsonl"
-            if accelerator.is_main_process and file.is_file():
-                lines = map(json.loads, file.read_text(encoding="utf-8").splitlines())
-                before = [next((line for line in lines if line["step"] == 0), {})]
-            self.before = broadcast_object_list(before)[0]
+        if found is not None:
+            self.before = read_first_line(found.folder.parent.parent / "metrics.jsonl", accelerator)
 
     def __call__(self, model: nn.Module) -> dict[str, float]:
         """Loss, perplexity and bits per byte of each set; of --forgetting_dataset also what was lost. Collective."""

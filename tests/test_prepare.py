@@ -4,11 +4,13 @@ import hashlib
 import json
 import os
 import random
+import shlex
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import datasets
 import numpy as np
@@ -181,6 +183,17 @@ def _group_is_alive(group: int) -> bool:
     except ProcessLookupError:
         return False
     return True
+
+
+def test_command_of_the_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    text = (REPOSITORY / "README.md").read_text()
+    (command,) = [line for line in text.splitlines() if line.startswith("python tools/prepare_data.py")]
+    (tmp_path / "recipes").symlink_to(REPOSITORY / "recipes")
+    monkeypatch.chdir(tmp_path)
+    assert main([*shlex.split(command)[2:], "--num_workers=1"]) == 0
+    output = capsys.readouterr().out
+    assert "1 documents without text" in output and "MB/s" in output
+    assert list(datasets.load_from_disk("runs/articles")) == ["train", "validation"]
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from common import data, prepare, sources
 from common.arguments import UserError
 from common.losses import IGNORE_INDEX
 from common.prepare import Settings
-from common.sources import Mixture, SourceSampler, SourceSettings, TokenRows, TokenStream, make_example
+from common.sources import Mixture, SourceSampler, SourceSettings, SourceSpec, TokenRows, TokenStream, make_example
 from tests.conftest import REPOSITORY
 
 EOS, BOS = 1, 3
@@ -50,8 +50,12 @@ def write(path: Path, num_documents: int, seed: int) -> Path:
     return path
 
 
+def spec(text: str, flag: str = "--train_file") -> SourceSpec:
+    return SourceSpec(text, flag, 1.0)
+
+
 def stream(settings: SourceSettings, file: Path, window: int = 1024) -> TokenStream:
-    return sources.load_stream(str(file), "--train_file", settings, window)
+    return sources.load_stream(spec(str(file)), settings, window)
 
 
 def tokens(source: Any, start: int, end: int) -> list[list[int]]:
@@ -106,12 +110,12 @@ def test_a_document_does_not_see_the_one_before(kernel: str) -> None:
 def test_files_folders_and_streams_give_the_same_sequences(
     settings: SourceSettings, file: Path, tmp_path: Path, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    rows = sources.load_source(str(file), "--train_file", settings)["train"]
+    rows = sources.load_source(spec(str(file)), settings)["train"]
     prepare.prepare({"train": [file]}, tmp_path / "prepared", tokenizer, Settings("text", 32))
-    folder = sources.load_source(str(tmp_path / "prepared"), "--train_file", settings)["train"]
+    folder = sources.load_source(spec(str(tmp_path / "prepared")), settings)["train"]
     plain = datasets.Dataset.from_dict({"input_ids": folder.rows["input_ids"][:]})
     plain.save_to_disk(tmp_path / "plain")
-    other = sources.load_source(str(tmp_path / "plain"), "--train_file", settings)["train"]
+    other = sources.load_source(spec(str(tmp_path / "plain")), settings)["train"]
     expected = tokens(rows, 0, len(rows))
     assert len(expected) > 60
     assert tokens(folder, 0, len(folder)) == tokens(other, 0, len(other)) == expected
@@ -128,7 +132,7 @@ def test_files_folders_and_streams_give_the_same_sequences(
 
 @pytest.mark.parametrize("num_processes", [1, 2, 3, 4])
 def test_every_token_comes_once_an_epoch(num_processes: int, settings: SourceSettings, file: Path) -> None:
-    rows = sources.load_source(str(file), "--train_file", settings)["train"]
+    rows = sources.load_source(spec(str(file)), settings)["train"]
     rows = rows.select(range(len(rows) // 12 * 12))
     sampler = SourceSampler(Mixture([rows], [1.0]), 12, 5)
     seen: Counter[tuple[int, ...]] = Counter()
@@ -147,7 +151,7 @@ def test_seed_folder_with_labels_and_padding(settings: SourceSettings, tmp_path:
     }
     split = datasets.Dataset.from_dict(content)
     datasets.DatasetDict({"train": split, "valid": split}).save_to_disk(tmp_path / "own")
-    loaded = sources.load_source(str(tmp_path / "own"), "--train_file", settings)
+    loaded = sources.load_source(spec(str(tmp_path / "own")), settings)
     assert list(loaded) == ["train", "validation"]
     assert [row["input_ids"].tolist() for row in map(loaded["train"].__getitem__, range(2))] == [[5, 6, 7, 8], [5, 6]]
     assert [row["labels"].tolist() for row in map(loaded["train"].__getitem__, range(2))] == [
@@ -165,7 +169,7 @@ def test_what_is_no_such_folder(settings: SourceSettings, file: Path, tmp_path: 
     def load(**columns: Any) -> None:
         folder = tmp_path / f"folder{len(list(tmp_path.iterdir()))}"
         datasets.Dataset.from_dict(columns).save_to_disk(folder)
-        sources.load_source(str(folder), "--train_file", settings)
+        sources.load_source(spec(str(folder)), settings)
 
     with pytest.raises(UserError, match=r"rows of up to 33 tokens, more than --max_seq_length 32"):
         load(input_ids=[[5] * 33])
@@ -176,11 +180,11 @@ def test_what_is_no_such_folder(settings: SourceSettings, file: Path, tmp_path: 
     other = AutoTokenizer.from_pretrained(REPOSITORY / "recipes" / "samples" / "tokenizer", bos_token="</s>")
     prepare.prepare({"train": [file]}, tmp_path / "prepared", other, Settings("text", 32))
     with pytest.raises(UserError, match="prepared with another tokenizer"):
-        sources.load_source(str(tmp_path / "prepared"), "--train_file", settings)
+        sources.load_source(spec(str(tmp_path / "prepared")), settings)
 
 
 def test_validation_and_bits_per_byte(settings: SourceSettings, file: Path, tmp_path: Path) -> None:
-    own = sources.load_source(str(file), "--train_file", settings.setting_aside(0.2))
+    own = sources.load_source(spec(str(file)), settings.setting_aside(0.2))
     report = prepare.read_report(own["validation"].folder)["splits"]["validation"]  # type: ignore[arg-type]
     assert (
         sum(map(len, tokens(own["validation"], 0, len(own["validation"])))) == report["tokens"]
@@ -189,7 +193,7 @@ def test_validation_and_bits_per_byte(settings: SourceSettings, file: Path, tmp_
     assert by_counts == pytest.approx((report["tokens"] - report["documents"]) / report["bytes"])
     own["validation"].folder = None
     assert own["validation"].targets_per_byte() == pytest.approx(by_counts, rel=0.01)
-    both = sources.load_source(str(file), "--train_file", settings, str(write(tmp_path / "held.jsonl", 9, 2)))
+    both = sources.load_source(spec(str(file)), settings, str(write(tmp_path / "held.jsonl", 9, 2)))
     assert len(both["train"]) > len(own["train"]) and 0 < len(both["validation"]) < 12
     assert (
         sources.load_held_out(str(tmp_path / "held.jsonl"), "--forgetting_dataset", settings).rows["input_ids"][:]
@@ -200,18 +204,18 @@ def test_validation_and_bits_per_byte(settings: SourceSettings, file: Path, tmp_
 def test_hub_dataset(settings: SourceSettings, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = datasets.load_dataset("json", data_files=str(file))
     streamed = datasets.load_dataset("json", data_files=str(file), split="train", streaming=True)
-    expected = sources.load_source(str(file), "--train_file", settings)["train"]
+    expected = sources.load_source(spec(str(file)), settings)["train"]
     monkeypatch.setattr(
         datasets, "load_dataset", lambda *args, streaming=False, **kwargs: streamed if streaming else rows
     )
-    found = sources.load_source("someone/news", "--dataset_name", settings)["train"]
+    found = sources.load_source(spec("someone/news", "--dataset_name"), settings)["train"]
     assert found.name == "news" and tokens(found, 0, len(found)) == tokens(expected, 0, len(expected))
-    by_network = sources.load_stream("someone/news", "--dataset_name", settings, 10)
+    by_network = sources.load_stream(spec("someone/news", "--dataset_name"), settings, 10)
     own = stream(settings, file, 10)
     tokens(own, 0, 25)
     assert tokens(by_network, 0, 25) == tokens(stream(settings, file, 10), 0, 25)
     state = json.loads(json.dumps(by_network.state(25)))
-    again = sources.load_stream("someone/news", "--dataset_name", settings, 10)
+    again = sources.load_stream(spec("someone/news", "--dataset_name"), settings, 10)
     again.restore(state)
     assert tokens(again, 25, 60) == tokens(own, 25, 60)
 
@@ -236,7 +240,7 @@ def test_stream_goes_on_exactly_twice_in_a_row(window: int, settings: SourceSett
 
 
 def test_windows_are_shuffled_and_lose_nothing(settings: SourceSettings, file: Path) -> None:
-    rows = sources.load_source(str(file), "--train_file", settings)["train"]
+    rows = sources.load_source(spec(str(file)), settings)["train"]
     in_order = tokens(rows, 0, len(rows))
     both = tokens(stream(settings, file, 10), 0, 2 * len(rows))
     for found in (both[: len(rows)], both[len(rows) :]):
@@ -252,7 +256,7 @@ def test_stream_that_is_too_short(settings: SourceSettings, tmp_path: Path) -> N
         stream(settings, tmp_path / "a.txt")[0]
     with pytest.raises(UserError, match="is read without --streaming"):
         datasets.Dataset.from_dict({"input_ids": [[5]]}).save_to_disk(tmp_path / "x")
-        sources.load_stream(str(tmp_path / "x"), "--train_file", settings, 10)
+        sources.load_stream(spec(str(tmp_path / "x")), settings, 10)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
