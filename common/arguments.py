@@ -113,7 +113,9 @@ class CadenceArguments:
     save_only_model: bool = arg(
         False, "Leave the optimizer out of checkpoints due by --save_strategy; training cannot go on from them."
     )
-    metric_for_best_model: str = arg("eval_loss", "Evaluation metric that chooses best/; low: *loss*, *perplexity*, *bits_per_byte*, *forgetting*.")
+    metric_for_best_model: str = arg(
+        "eval_loss", "Evaluation metric that chooses best/; *loss*, *perplexity*, *bits_per_byte*, *forgetting*: low."
+    )
 
 
 @dataclass
