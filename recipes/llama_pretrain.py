@@ -43,7 +43,7 @@ from common.models import (
     load_tokenizer,
 )
 from common.optim import build_optimizer, build_scheduler
-from common.sharding import describe_units, prepare_model
+from common.sharding import check_wrapping, describe_units, prepare_model
 from common.sources import (
     Mixture,
     SourceSampler,
@@ -188,6 +188,7 @@ def main() -> None:
     plan = plan_batch(args, accelerator.num_processes)
     config = load_config(args)
     check_kind(config, AutoModelForCausalLM)
+    check_wrapping(args, config, AutoModelForCausalLM, strategy)
     tokenizer = load_tokenizer(args)
     fit_config(args, config, tokenizer, args.max_seq_length, is_own_vocabulary=False)
     if args.document_masking and args.attn_implementation is None and accelerator.device.type == "cuda":
