@@ -22,7 +22,7 @@ preset_file = $(firstword $(wildcard recipes/configs/$(1)_$(PRESET).yaml recipes
 NUM_PROCESSES ?= $(if $(shell grep -E "^distributed_type: *['\"]?NO['\"]? *$$" $(config_file) 2>/dev/null),,$(filter-out 0,$(NUM_GPUS)))
 LAUNCH := $(BIN)/python tools/launch.py
 
-RECIPES := t5-summarize chess-finetune gpt-shakespeare
+RECIPES := t5-summarize chess-finetune llama-pretrain gpt-shakespeare
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:

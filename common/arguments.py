@@ -88,6 +88,10 @@ class OptimizerArguments:
     max_skipped_steps: int = arg(
         0, "Leave out up to so many steps whose gradient is not finite; above 0 each step waits for the device."
     )
+    spike_factor: float | None = arg(
+        None, "A step whose loss or gradient norm is so many times the median of those before is a spike."
+    )
+    spike_action: Literal["warn", "stop"] = arg("warn", "After a spike: name its batch and go on, or end the run.")
 
 
 @dataclass
@@ -109,7 +113,9 @@ class CadenceArguments:
     save_only_model: bool = arg(
         False, "Leave the optimizer out of checkpoints due by --save_strategy; training cannot go on from them."
     )
-    metric_for_best_model: str = arg("eval_loss", "Evaluation metric that chooses best/; *loss* and *perplexity*: low.")
+    metric_for_best_model: str = arg(
+        "eval_loss", "Evaluation metric that chooses best/; *loss*, *perplexity*, *bits_per_byte*, *forgetting*: low."
+    )
 
 
 @dataclass
@@ -203,7 +209,7 @@ class TrainArguments(
         positive = "total_batch_size per_device_train_batch_size gradient_accumulation_steps max_train_samples " \
             "per_device_eval_batch_size logging_steps eval_steps evals_per_epoch max_eval_batches max_eval_samples " \
             "preprocessing_num_workers num_train_epochs save_steps save_total_limit ddp_timeout lr_gamma " \
-            "adam_epsilon max_run_seconds prefetch_depth blocks_per_unit loss_chunk_tokens"  # fmt: skip
+            "adam_epsilon max_run_seconds prefetch_depth blocks_per_unit loss_chunk_tokens spike_factor"  # fmt: skip
         for name in positive.split():
             value = getattr(self, name)
             if value is not None and value <= 0:

@@ -65,6 +65,7 @@ from transformers import PreTrainedTokenizerBase
 from common.arguments import BatchPlan, TrainArguments, UserError
 from common.launch import RunFailed, Strategy, write_config
 from common.sharding import base_model
+from common.sources import Mixture, TokenStream
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
@@ -274,7 +275,7 @@ def describe_run(
                     if key not in _NOT_COMPARED_CONFIG and not key.startswith("_")
                 },
                 "tokenizer": f"{len(tokenizer)} tokens, vocabulary {_hash(vocabulary)}",
-                "data": f"{len(dataset):,} training examples, contents {_data_hash(dataset, lengths)}",
+                "data": _describe_data(dataset, lengths),
                 "settings": settings,
             },
             default=str,
@@ -289,6 +290,18 @@ def class_name(model: nn.Module) -> str:
 
 def _hash(value: Any) -> str:
     return xxhash.xxh3_64_hexdigest(json.dumps(value, ensure_ascii=False, default=str).encode())
+
+
+def _describe_data(dataset: Dataset | Mixture, lengths: np.ndarray | None) -> str:
+    if not isinstance(dataset, Mixture):
+        return f"{len(dataset):,} training examples, contents {_data_hash(dataset, lengths)}"
+    parts = [
+        str(source)
+        if isinstance(source, TokenStream)
+        else f"{len(source):,} training examples, contents {_data_hash(source, None)}"
+        for source in dataset.sources
+    ]
+    return "; ".join(f"{part}, weight {weight:g}" for part, weight in zip(parts, dataset.weights, strict=True))
 
 
 def _data_hash(dataset: Dataset, lengths: np.ndarray | None) -> str:

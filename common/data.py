@@ -7,10 +7,12 @@ slice of it and processes take slices of the batch: a resumed run needs only the
 import bisect
 import csv
 import functools
+import glob
 import itertools
 import json
 import math
 import re
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -44,6 +46,7 @@ SPLIT_WORDS = {
 }
 SPLITS = ("train", "validation")
 MAX_WINDOW_BATCHES = 50
+MAX_NAMES = 16  # of examples in messages
 
 Row = dict[str, Any]
 Batch = dict[str, torch.Tensor]
@@ -150,8 +153,19 @@ def list_tables(path: str | Path, flag: str) -> dict[str, list[Path]]:
     return by_split or {"train": tables}
 
 
+def expand_paths(text: str, flag: str) -> list[str]:
+    """Paths of a flag: with commas between, and patterns such as `games/*.pgn`."""
+    paths: list[str] = []
+    for part in [text] if Path(text).exists() else text.split(","):
+        found = sorted(glob.glob(part, recursive=True)) if glob.has_magic(part) and not Path(part).exists() else [part]
+        if not found:
+            raise UserError(f"{flag} {part}: no file has such a name.")
+        paths += found
+    return paths
+
+
 def _read_tables(files: list[Path], columns: Sequence[tuple[str, ...]], hint: str) -> Dataset:
-    found = {str(file): _column_names(file) for file in files}
+    found = {str(file): column_names(file) for file in files}
     wanted = _choose_columns(found, columns, hint)
     if not any(_has_rows(file) for file in files):
         raise UserError(f"{', '.join(map(str, files[:3]))}: no rows, only the names of the columns")
@@ -199,16 +213,17 @@ def _choose_columns(found: Mapping[str, list[str]], columns: Sequence[tuple[str,
     raise UserError(f"{message} {hint}".strip())
 
 
-def _column_names(file: Path) -> list[str]:
+def column_names(file: Path) -> list[str]:
+    """Names of a table's columns; of JSON lines those that the first hundred rows have."""
     if file.suffix == ".parquet":
         try:
             return pq.read_schema(file).names
         except pa.ArrowInvalid as error:
             raise UserError(f"{file}: not a parquet file ({error})") from None
     if file.suffix == ".csv":
-        names = next(_csv_rows(file), [])
+        names = next(csv_rows(file), [])
     else:  # optional keys may be absent from a row
-        names = list(dict.fromkeys(key for _, row in itertools.islice(_json_rows(file), 100) for key in row))
+        names = list(dict.fromkeys(key for _, row in itertools.islice(json_rows(file), 100) for key in row))
     if not names:
         raise UserError(f"{file}: the file is empty")
     return names
@@ -217,7 +232,7 @@ def _column_names(file: Path) -> list[str]:
 def _has_rows(file: Path) -> bool:
     if file.suffix == ".parquet":
         return pq.read_metadata(file).num_rows > 0
-    return file.suffix != ".csv" or len(list(itertools.islice(_csv_rows(file), 2))) == 2
+    return file.suffix != ".csv" or len(list(itertools.islice(csv_rows(file), 2))) == 2
 
 
 def _parquet_features(files: list[Path], columns: tuple[str, ...]) -> Features:
@@ -235,7 +250,7 @@ def _parquet_features(files: list[Path], columns: tuple[str, ...]) -> Features:
 
 def _has_lists(file: Path, column: str) -> bool:
     return file.suffix != ".csv" and any(
-        isinstance(row.get(column), list) for _, row in itertools.islice(_json_rows(file), 100)
+        isinstance(row.get(column), list) for _, row in itertools.islice(json_rows(file), 100)
     )
 
 
@@ -244,7 +259,7 @@ def _read_rows(files: list[tuple[str, int, int]], columns: tuple[str, ...], is_l
     for name, _, _ in files:
         file = Path(name)
         if file.suffix == ".csv":
-            rows = _csv_rows(file)
+            rows = csv_rows(file)
             header = next(rows)
             if twice := [column for column in columns if header.count(column) > 1]:
                 raise UserError(f"{file}: column {twice[0]!r} is there {header.count(twice[0])} times; rename one")
@@ -252,7 +267,7 @@ def _read_rows(files: list[tuple[str, int, int]], columns: tuple[str, ...], is_l
                 row = dict(zip(header, values, strict=False))  # a short row leaves its last columns empty
                 yield {column: row.get(column) for column in columns}
         else:
-            for line, row in _json_rows(file):
+            for line, row in json_rows(file):
                 yield {
                     column: _text_value(row.get(column), is_list[column], f"{file} line {line}: {column!r}")
                     for column in columns
@@ -272,7 +287,7 @@ def _text_value(value: Any, is_list: bool, where: str) -> Any:
     return [text] if is_list else text
 
 
-def _csv_rows(file: Path) -> Iterator[list[str]]:
+def csv_rows(file: Path) -> Iterator[list[str]]:
     """The fields of each record, the header first. Fields may hold line breaks, as wikihowAll.csv's do."""
     csv.field_size_limit(2**24)  # the standard 2**17 is less than a long article
     text = ""  # the line read last, as it stands in the file
@@ -301,7 +316,8 @@ def _csv_rows(file: Path) -> Iterator[list[str]]:
         raise UserError(f"{file} line {reader.line_num}: {error}; is a quote before it never closed?") from None
 
 
-def _json_rows(file: Path) -> Iterator[tuple[int, Row]]:
+def json_rows(file: Path) -> Iterator[tuple[int, Row]]:
+    """(line number, row) of each line that is not blank."""
     with open(file, encoding="utf-8-sig") as lines:
         try:
             for number, line in enumerate(lines, 1):
@@ -574,52 +590,18 @@ def column_array(dataset: Dataset, name: str) -> np.ndarray:
 # The order of training examples
 
 
-class StepSampler:
-    """Which examples belong to global batch number `step`: a pure function of (seed, step).
+class EpochOrder:
+    """Endless order of `num_examples` examples: one permutation by (seed, epoch) after another."""
 
-    The endless stream is one permutation of the dataset after another, one per epoch; batch `step` is its positions
-    [step * batch_size, (step + 1) * batch_size). With `lengths` (one per example), windows of the stream are sorted by
-    length and cut into batches, and the batches of a window are shuffled. Nothing depends on the number of processes.
-    """
-
-    def __init__(self, num_examples: int, batch_size: int, seed: int, lengths: np.ndarray | None = None) -> None:
-        assert num_examples > 0 and batch_size > 0
-        assert lengths is None or len(lengths) == num_examples
+    def __init__(self, num_examples: int, seed: int) -> None:
+        assert num_examples > 0
         self.num_examples = num_examples
-        self.batch_size = batch_size
         self.seed = seed
-        self.lengths = lengths
-        # At most a quarter of an epoch: copies of an example from two epochs would be neighbours in a sorted window.
-        largest = num_examples // (4 * batch_size)
-        self.window_batches = 1 if lengths is None else max(1, min(MAX_WINDOW_BATCHES, largest))
         self._permutations: dict[int, np.ndarray] = {}
-        self._window: tuple[int, np.ndarray] = (-1, np.empty(0))
 
-    def indices(self, step: int) -> np.ndarray:
-        """The `batch_size` dataset indices of global batch `step`; with `lengths`, the shortest first."""
-        window, position = divmod(step, self.window_batches)
-        if self._window[0] != window:
-            self._window = (window, self._make_window(window))
-        return self._window[1][position]
-
-    def micro_batches(
-        self, step: int, process_index: int, num_processes: int, per_device_batch_size: int
-    ) -> list[list[int]]:
-        """This process's share of global batch `step`; micro-batch i has neighbouring lengths on all processes."""
-        assert self.batch_size % (num_processes * per_device_batch_size) == 0
-        shares = self.indices(step).reshape(-1, num_processes, per_device_batch_size)
-        return shares[:, process_index].tolist()
-
-    def _make_window(self, window: int) -> np.ndarray:
-        size = self.window_batches * self.batch_size
-        examples = self._stream(window * size, (window + 1) * size)
-        if self.lengths is None:
-            return examples.reshape(1, -1)
-        batches = examples[np.argsort(self.lengths[examples], kind="stable")].reshape(self.window_batches, -1)
-        return batches[np.random.default_rng([self.seed, 1, window]).permutation(self.window_batches)]
-
-    def _stream(self, start: int, end: int) -> np.ndarray:
-        parts = []
+    def __call__(self, start: int, end: int) -> np.ndarray:
+        """Examples at the positions [start, end)."""
+        parts = [np.empty(0, dtype=np.int64)]
         while start < end:
             epoch, offset = divmod(start, self.num_examples)
             part = self._permutation(epoch)[offset : offset + end - start]
@@ -637,13 +619,140 @@ class StepSampler:
         return self._permutations[epoch]
 
 
+class Sampler(ABC):
+    """Which examples belong to global batch number `step`: a pure function of (seed, step)."""
+
+    num_examples: int
+    """Examples of an epoch."""
+    batch_size: int
+    lengths: np.ndarray | None = None
+    """Of each example, where batches are grouped by them."""
+
+    @abstractmethod
+    def indices(self, step: int) -> np.ndarray:
+        """The `batch_size` dataset indices of global batch `step`."""
+
+    def micro_batches(
+        self, step: int, process_index: int, num_processes: int, per_device_batch_size: int
+    ) -> list[list[int]]:
+        """This process's share of global batch `step`; micro-batch i has neighbouring examples on all processes."""
+        assert self.batch_size % (num_processes * per_device_batch_size) == 0
+        shares = self.indices(step).reshape(-1, num_processes, per_device_batch_size)
+        return shares[:, process_index].tolist()
+
+    def names(self, step: int) -> list[str]:
+        """What batch `step` consists of, for messages."""
+        names = list(map(str, sorted(self.indices(step).tolist())))
+        return names[:MAX_NAMES] + ["..."] * (len(names) > MAX_NAMES)
+
+    def report(self, step: int) -> dict[str, float]:
+        """Metrics of the first `step` batches, for the log."""
+        return {}
+
+    def state(self, step: int) -> Any:
+        """What a checkpoint has to keep, besides the step, to go on with batch `step`; JSON values."""
+        return None
+
+    def restore(self, state: Any) -> None:
+        """Go on from what `state` returned."""
+        assert state is None
+
+
+class StepSampler(Sampler):
+    """Batches of one dataset, in an endless order of one permutation after another, one per epoch.
+
+    Batch `step` is the positions [step * batch_size, (step + 1) * batch_size) of it. With `lengths` (one per example),
+    windows of the order are sorted by length and cut into batches, and the batches of a window are shuffled; a batch
+    has the shortest first. Nothing depends on the number of processes.
+    """
+
+    def __init__(self, num_examples: int, batch_size: int, seed: int, lengths: np.ndarray | None = None) -> None:
+        assert num_examples > 0 and batch_size > 0
+        assert lengths is None or len(lengths) == num_examples
+        self.num_examples = num_examples
+        self.batch_size = batch_size
+        self.seed = seed
+        self.lengths = lengths
+        self._order = EpochOrder(num_examples, seed)
+        # At most a quarter of an epoch: copies of an example from two epochs would be neighbours in a sorted window.
+        largest = num_examples // (4 * batch_size)
+        self.window_batches = 1 if lengths is None else max(1, min(MAX_WINDOW_BATCHES, largest))
+        self._window: tuple[int, np.ndarray] = (-1, np.empty(0))
+
+    def indices(self, step: int) -> np.ndarray:
+        """The `batch_size` dataset indices of global batch `step`; with `lengths`, the shortest first."""
+        window, position = divmod(step, self.window_batches)
+        if self._window[0] != window:
+            self._window = (window, self._make_window(window))
+        return self._window[1][position]
+
+    def _make_window(self, window: int) -> np.ndarray:
+        size = self.window_batches * self.batch_size
+        examples = self._order(window * size, (window + 1) * size)
+        if self.lengths is None:
+            return examples.reshape(1, -1)
+        batches = examples[np.argsort(self.lengths[examples], kind="stable")].reshape(self.window_batches, -1)
+        return batches[np.random.default_rng([self.seed, 1, window]).permutation(self.window_batches)]
+
+
+class MixtureSampler(Sampler):
+    """Batches that draw from several datasets, which lie one after another in the indices, by weights.
+
+    Place number t of the endless order of examples belongs to the source in whose share of the numbers from 0 to 1 the
+    fraction of t times the golden ratio falls: of any n places in a row each source has its share up to a few. Of its
+    own endless order (`orders`, see `EpochOrder`) each source gives the next examples. So everything follows from the
+    step; one source alone is what `StepSampler` makes of it.
+    """
+
+    def __init__(
+        self,
+        orders: Sequence[Callable[[int, int], np.ndarray]],
+        starts: Sequence[int],
+        weights: Sequence[float],
+        batch_size: int,
+        seed: int,
+        num_examples: int,
+    ) -> None:
+        assert len(orders) == len(starts) == len(weights) and batch_size > 0 and num_examples > 0
+        self.orders, self.starts = orders, starts
+        self.batch_size, self.num_examples = batch_size, num_examples
+        shares = np.cumsum(weights)[:-1] / sum(weights)
+        self._bounds = np.array([int(share * 2**64) for share in shares], dtype=np.uint64)
+        self._first = np.random.default_rng([seed, 2]).integers(2**64, dtype=np.uint64)
+        self._counted = (0, np.zeros(len(orders), dtype=np.int64))
+
+    def counts(self, step: int) -> np.ndarray:
+        """Examples of each source in the batches before `step`."""
+        counted, counts = self._counted if self._counted[0] <= step else (0, np.zeros_like(self._counted[1]))
+        # A second for 1e8 examples, once after a resume.
+        for begin in range(counted * self.batch_size, step * self.batch_size, 2**22):
+            sources = self._sources(begin, min(begin + 2**22, step * self.batch_size))
+            counts = counts + np.bincount(sources, minlength=len(counts))
+        self._counted = (step, counts)
+        return counts
+
+    def indices(self, step: int) -> np.ndarray:
+        """The dataset indices of global batch `step`."""
+        sources = self._sources(step * self.batch_size, (step + 1) * self.batch_size)
+        batch = np.empty(self.batch_size, dtype=np.int64)
+        for source, (order, start, count) in enumerate(zip(self.orders, self.starts, self.counts(step), strict=True)):
+            places = np.flatnonzero(sources == source)
+            batch[places] = start + order(int(count), int(count) + len(places))
+        return batch
+
+    def _sources(self, start: int, end: int) -> np.ndarray:
+        golden_ratio = np.uint64(0x9E3779B97F4A7C15)  # its fraction, times 2**64; products wrap around
+        values = np.arange(start, end, dtype=np.uint64) * golden_ratio + self._first
+        return np.searchsorted(self._bounds, values, side="right")
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Batches
 
 
 def train_batches(
     dataset: Dataset,
-    sampler: StepSampler,
+    sampler: Sampler,
     collate_fn: Collator,
     *,
     start_step: int,
@@ -661,9 +770,9 @@ def train_batches(
             yield sampler.micro_batches(step, process_index, num_processes, per_device_batch_size)
 
     num_micro_batches = sampler.batch_size // (num_processes * per_device_batch_size)
-    micro_batches = _load(dataset, itertools.chain.from_iterable(shares()), collate_fn, num_workers, pin_memory)
+    loaded = _load(dataset, itertools.chain.from_iterable(shares()), collate_fn, num_workers, pin_memory)
     for _ in range(num_steps):
-        yield [next(micro_batches) for _ in range(num_micro_batches)]
+        yield [next(loaded) for _ in range(num_micro_batches)]
 
 
 @dataclass
@@ -849,9 +958,13 @@ class TokenWindows:
 
 
 def collate_windows(rows: list[Row]) -> Batch:
-    """Batch of `TokenWindows`; shorter ones get token 0 after their end, which is no target and nothing attends to."""
+    """Batch of rows of `input_ids`, `labels` and, where there are, `position_ids`, all as arrays.
+
+    Shorter ones get zeros after their end, which are no targets and which nothing attends to.
+    """
     shape = len(rows), max(len(row["labels"]) for row in rows)
-    batch = {"input_ids": torch.zeros(shape, dtype=torch.int64), "labels": torch.full(shape, IGNORE_INDEX)}
+    names = [name for name in ("input_ids", "labels", "position_ids") if name in rows[0]]
+    batch: Batch = {name: torch.full(shape, IGNORE_INDEX if name == "labels" else 0) for name in names}
     for index, row in enumerate(rows):
         for name, values in batch.items():
             values[index, : len(row[name])] = torch.from_numpy(row[name])
@@ -873,7 +986,8 @@ def show_samples(
     accelerator: Accelerator, num_samples: int, dataset: Dataset, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     """Print the first training examples as the model sees them: decoded input and target."""
-    for index, row in enumerate(head(dataset, num_samples)):
+    for index in range(min(num_samples, len(dataset))):
+        row = dataset[index]
         labels = [token for token in row["labels"] if token != IGNORE_INDEX]
         accelerator.print(f"-- example {index}: {len(row['input_ids'])} input tokens, {len(labels)} target tokens")
         accelerator.print(f"   input:  {tokenizer.decode(row['input_ids'])}\n   target: {tokenizer.decode(labels)}")

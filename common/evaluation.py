@@ -158,18 +158,22 @@ def continue_text(
     *,
     max_new_tokens: int,
     context_length: int,
+    start_token_id: int | None = None,
     temperature: float = 0.0,
     seed: int = 0,
 ) -> str:
     """The prompt as a causal model goes on with it, equal on all processes, until its end token or `max_new_tokens`.
 
+    start_token_id: of the token that the model's documents begin with, if any.
     Sampled by `seed` at the temperature; 0 takes the likeliest token each time. Where the text outgrows the
     `context_length` of the model, the model sees the last half of that again and goes on from there. Collective.
     """
     settings: dict[str, Any] = {"do_sample": temperature > 0}
     if temperature > 0:
         settings |= {"temperature": temperature, "top_k": 200, "top_p": 1.0}
-    tokens = tokenizer(prompt, add_special_tokens=False, return_tensors="pt")["input_ids"].to(accelerator.device)
+    ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+    ids = ids if start_token_id is None else [start_token_id, *ids]
+    tokens = torch.tensor([ids], device=accelerator.device)
     final_length = tokens.shape[1] + max_new_tokens
     torch.manual_seed(seed)
     with _evaluation_mode(model), generation_model(model) as hf_model:

@@ -20,8 +20,9 @@ from tqdm.auto import tqdm
 
 from common.arguments import BatchPlan, TrainArguments
 from common.checkpoint import Checkpoints, set_aside
-from common.data import Batch, Collator, StepSampler, train_batches
+from common.data import Batch, Collator, Sampler, train_batches
 from common.evaluation import polling
+from common.guards import SpikeGuard
 from common.launch import RunFailed, Stopped, claim_output_dir
 from common.losses import IGNORE_INDEX, token_loss
 from common.metrics import Throughput, sequence_lengths, target_lengths
@@ -30,6 +31,7 @@ from common.sharding import clip_grad_norm_, gradient_sync
 from common.stopping import StopRequest
 from common.tracking import RunLog, format_metrics
 
+LOWER_IS_BETTER = ("loss", "perplexity", "bits_per_byte", "forgetting")
 BEST_FILE = "best_step.json"  # in best/: the step that it is of
 
 LossFunction = Callable[[nn.Module, Batch], torch.Tensor]
@@ -144,7 +146,7 @@ def train(
     optimizer: torch.optim.Optimizer,
     scheduler: LRScheduler,
     dataset: Dataset,
-    sampler: StepSampler,
+    sampler: Sampler,
     collate_fn: Collator,
     log: RunLog,
     throughput: Throughput,
@@ -163,7 +165,9 @@ def train(
     """
     output = Path(str(args.output_dir))
     progress, window, epoch = Progress(), _Window(accelerator), _EpochLine(plan.total, sampler.num_examples)
-    saves = [step for step in range(1, num_steps + 1) if is_save_due(args, step, num_steps, plan.total, len(dataset))]
+    saves = [
+        step for step in range(1, num_steps + 1) if is_save_due(args, step, num_steps, plan.total, sampler.num_examples)
+    ]
     claim_output_dir(args, accelerator)
     saved = checkpoints.start(
         model, optimizer, plan, dataset, sampler.lengths, num_steps=num_steps, num_saves=len(saves)
@@ -177,6 +181,7 @@ def train(
         if not _holds_best(output / "best", progress.best_step, accelerator):
             progress.best_metric = progress.best_step = None
         window.restore(saved["window"])
+        sampler.restore(saved.get("data"))
         epoch.loss_sum, epoch.num_steps = saved["epoch"]
         if accelerator.scaler is not None and saved["loss_scale"] is not None:
             accelerator.scaler = LossScale(**saved["loss_scale"])
@@ -200,6 +205,8 @@ def train(
         total=num_steps, initial=progress.step, desc="Training", unit="step", disable=not accelerator.is_main_process
     )
     unchecked: HostValue | None = None  # the last step's gradient norm
+    unchecked_loss: HostValue | None = None
+    guard = SpikeGuard(args.spike_factor) if args.spike_factor else None
 
     def say(line: str) -> None:
         if accelerator.is_main_process:
@@ -208,6 +215,15 @@ def train(
     def check_finite(value: float, step: int) -> None:
         if not math.isfinite(value):
             raise RunFailed(f"{_not_finite(value, step, sampler)} {checkpoints.last_complete().capitalize()}.")
+
+    def check_step(norm: float, step: int) -> None:
+        check_finite(norm, step)
+        if guard is None or unchecked_loss is None or (spike := guard.check(unchecked_loss.get(), norm)) is None:
+            return
+        message = f"step {step}: {spike}; its batch has {', '.join(sampler.names(step - 1))}"
+        if args.spike_action == "stop":
+            raise RunFailed(f"{message}. {checkpoints.last_complete().capitalize()}.")
+        say(f"warning: {message}")
 
     def evaluate_or_stop(stop: StopRequest) -> None:
         progress.is_evaluation_due = evaluate is not None
@@ -244,6 +260,7 @@ def train(
         state = {
             "progress": asdict(progress),
             "window": window.state(),
+            "data": sampler.state(progress.step),
             "epoch": [epoch.loss_sum, epoch.num_steps],
             "loss_scale": asdict(accelerator.scaler) if accelerator.scaler else None,
         }
@@ -291,8 +308,10 @@ def train(
             bar.update()
             # One step late, so that the device is never waited for with nothing left to do.
             if unchecked is not None:
-                check_finite(unchecked.get(), progress.step - 1)
+                check_step(unchecked.get(), progress.step - 1)
             unchecked = HostValue(result.grad_norm)
+            if guard is not None:
+                unchecked_loss = HostValue(_sum_over_processes(accelerator, result.loss))
             if result.is_skipped:
                 progress.num_skipped_steps += 1
                 # An fp16 overflow is no fault until the loss is scaled no more.
@@ -311,7 +330,9 @@ def train(
                     "learning_rate": learning_rate,
                     "num_tokens": progress.num_tokens,
                     **throughput.report(),
+                    **sampler.report(progress.step),
                 }
+                metrics["seconds_left"] = metrics["step_seconds"] * (num_steps - progress.step)
                 if progress.num_skipped_steps:
                     metrics["num_skipped_steps"] = progress.num_skipped_steps
                 if window.num_steps:
@@ -323,7 +344,9 @@ def train(
                 if args.logging_steps > 1 or progress.step % 10 == 0 or is_last:
                     say(f"step {progress.step}: {format_metrics(metrics)}")
             is_stopping = result.num_stop_votes.get() > 0
-            if is_due(args, progress.step, plan.total, len(dataset)) or (is_last and args.eval_strategy != "no"):
+            if is_due(args, progress.step, plan.total, sampler.num_examples) or (
+                is_last and args.eval_strategy != "no"
+            ):
                 if is_stopping:
                     progress.is_evaluation_due = True
                 else:
@@ -332,8 +355,10 @@ def train(
                 say(epoch.line(progress.step))
             if is_stopping:
                 save_and_stop(stop)
-            if is_save_due(args, progress.step, num_steps, plan.total, len(dataset)):
+            if is_save_due(args, progress.step, num_steps, plan.total, sampler.num_examples):
                 save(args.save_only_model)
+        if unchecked is not None:
+            check_step(unchecked.get(), progress.step)
         bar.close()
         export(output / "model")
         checkpoints.finish()
@@ -409,18 +434,17 @@ def _is_better(name: str, metrics: dict[str, float], progress: Progress) -> bool
     if name not in metrics:
         return False
     value, best = metrics[name], progress.best_metric
-    lower_is_better = "loss" in name or "perplexity" in name or "bits_per_byte" in name
+    lower_is_better = any(word in name for word in LOWER_IS_BETTER)
     is_better = not math.isnan(value) and (best is None or (value < best if lower_is_better else value > best))
     if is_better:
         progress.best_metric, progress.best_step = value, progress.step
     return is_better
 
 
-def _not_finite(value: float, step: int, sampler: StepSampler) -> str:
-    examples = ", ".join(map(str, sorted(sampler.indices(step - 1).tolist())[:16]))
+def _not_finite(value: float, step: int, sampler: Sampler) -> str:
     return (
-        f"step {step}: the gradient norm or loss is {value}; its batch has training examples {examples}"
-        f"{', ...' if sampler.batch_size > 16 else ''}. Lower --learning_rate, raise --warmup_steps or mend the data."
+        f"step {step}: the gradient norm or loss is {value}; its batch has training examples "
+        f"{', '.join(sampler.names(step - 1))}. Lower --learning_rate, raise --warmup_steps or mend the data."
     )
 
 
@@ -467,6 +491,13 @@ class _Window:
         self.num_steps = state["num_steps"]
         self.loss.fill_(losses[self.accelerator.process_index])
         self.num_tokens.fill_(state["num_tokens"])
+
+
+def _sum_over_processes(accelerator: Accelerator, value: torch.Tensor) -> torch.Tensor:
+    total = value.clone()
+    if accelerator.num_processes > 1:
+        dist.all_reduce(total)
+    return total
 
 
 def _has_float64(accelerator: Accelerator) -> bool:

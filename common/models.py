@@ -126,6 +126,8 @@ def fetch(name_or_path: str, what: str, patterns: list[str] | None = None) -> Pa
         ) from error
 
 
+# Kernels that keep apart what is packed in a sequence. Flash attention does so for single sequences only.
+PACKING_KERNELS = (None, "sdpa", "eager", "flex_attention")
 TOKENIZER_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]
 
 

@@ -4,6 +4,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Mapping
+from datetime import timedelta
 from netrc import NetrcParseError, netrc
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from urllib.parse import urlsplit
 
 from accelerate import Accelerator
 from accelerate.tracking import GeneralTracker, TensorBoardTracker, WandBTracker
+from accelerate.utils import broadcast_object_list
 
 from common.arguments import TrainArguments, UserError, tracker_names
 
@@ -72,6 +74,15 @@ class MetricsLog:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(self.path)
+
+
+def read_first_line(file: Path, accelerator: Accelerator) -> dict[str, Any]:
+    """Metrics of step 0 in a run's metrics.jsonl, empty where there are none; the main process reads. Collective."""
+    found: list[dict[str, Any]] = [{}]
+    if accelerator.is_main_process and file.is_file():
+        lines = map(json.loads, file.read_text(encoding="utf-8").splitlines())
+        found = [next((line for line in lines if line["step"] == 0), {})]
+    return broadcast_object_list(found)[0]
 
 
 def _is_non_finite(value: float | int | str) -> bool:
@@ -234,6 +245,7 @@ _UNITS: dict[str, Callable[[float], str]] = {
     "peak_reserved_gib": lambda value: f"{value:.1f} GiB reserved",
     "step_seconds": lambda value: f"{value:.3g} s/step",
     "data_wait_seconds": lambda value: f"data {value:.2g} s",
+    "seconds_left": lambda value: f"{timedelta(seconds=round(value))} left",
     "eval_examples": lambda value: f"{value:,} examples",
 }
 

@@ -10,7 +10,6 @@ are left out. --engine stockfish lets the model play against a UCI engine at eac
 """
 
 import functools
-import glob
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +30,15 @@ from common.export import export_model
 from common.launch import banner, build_accelerator, compute_dtype, run
 from common.loop import train
 from common.metrics import ModelFlops, Throughput, peak_flops_per_second
-from common.models import check_kind, describe_model, fit_config, load_config, load_model, load_tokenizer
+from common.models import (
+    PACKING_KERNELS,
+    check_kind,
+    describe_model,
+    fit_config,
+    load_config,
+    load_model,
+    load_tokenizer,
+)
 from common.optim import build_optimizer, build_scheduler
 from common.sharding import check_wrapping, describe_units, prepare_model
 from common.tracking import RunLog
@@ -39,8 +46,6 @@ from common.tracking import RunLog
 SAMPLE_FILE = Path(__file__).resolve().parent / "samples" / "chess_games.jsonl"
 # Columns of a dataset on the hub: LAION's, or the text of a game.
 COLUMNS: list[tuple[str, ...]] = [("Moves", "Termination", "Result"), ("Moves",), ("text",)]
-# Kernels that keep the games of a packed sequence apart.
-PACKING_KERNELS = (None, "sdpa", "eager", "flex_attention")
 
 
 @dataclass
@@ -117,7 +122,7 @@ def replay_files(args: ChessArguments, flag: str, paths: str) -> tuple[Dataset, 
     """(games, report) of files as --train_file takes them."""
     from common import chess_games
 
-    files = chess_games.list_files(expand_paths(flag, paths))
+    files = chess_games.list_files(data.expand_paths(paths, flag))
     # Size and time are part of the cache key: an edited file is read again.
     versions = tuple((str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files)
     return replay(args, f"{flag} {paths}", files=versions)
@@ -135,17 +140,6 @@ def replay(args: ChessArguments, name: str, **source: Any) -> tuple[Dataset, str
     if len(games) < 2:
         raise UserError(f"{name}: two good games are needed at least: {' '.join(report.split())}")
     return games, report
-
-
-def expand_paths(flag: str, text: str) -> list[str]:
-    """Paths of --train_file or --validation_file: with commas between, and patterns such as `games/*.pgn`."""
-    paths: list[str] = []
-    for part in [text] if Path(text).exists() else text.split(","):
-        found = sorted(glob.glob(part, recursive=True)) if glob.has_magic(part) and not Path(part).exists() else [part]
-        if not found:
-            raise UserError(f"{flag} {part}: no file has such a name.")
-        paths += found
-    return paths
 
 
 def tokenize_games(

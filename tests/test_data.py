@@ -607,7 +607,7 @@ def test_two_permutations_are_kept_at_most() -> None:
     sampler = data.StepSampler(10, 25, 0)
     for step in range(10):
         sampler.indices(step)
-        assert len(sampler._permutations) <= 2
+        assert len(sampler._order._permutations) <= 2
 
 
 # ---------------------------------------------------------------------------------------------------------------------

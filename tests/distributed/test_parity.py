@@ -61,7 +61,18 @@ GPT = Recipe(
     "1 x GPT2Block + GPT2Block",
     "2 x GPT2MLP",
 )
+LLAMA = Recipe(
+    "llama_pretrain",
+    (
+        *COMMON_FLAGS, "--config_overrides=num_hidden_layers=2,hidden_size=64,intermediate_size=128",
+        "--max_seq_length=48", "--prompt=", "--learning_rate=1e-2", "--warmup_steps=0", "--eval_on_start=false",
+    ),
+    "LlamaForCausalLM",
+    "2 x LlamaDecoderLayer",
+    "1 x LlamaDecoderLayer + LlamaDecoderLayer",
+)  # fmt: skip
 TIED = {
+    "llama_pretrain": ("model.embed_tokens.weight", "lm_head.weight"),
     "t5_summarize": ("shared.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight", "lm_head.weight"),
     "gpt_shakespeare": ("transformer.wte.weight", "lm_head.weight"),
 }
@@ -168,9 +179,11 @@ CAUSAL_QUICK = [
     Layout("fsdp1_full_shard", 2, 2),
     *CAUSAL_LAYOUTS[-2:],
 ]
+LLAMA_QUICK = [Layout("fsdp_full_shard", 2, 4), Layout("fsdp1_full_shard", 2, 2)]
 CASES = [
     *((T5, layout, layout in QUICK) for layout in LAYOUTS),
     *((GPT, layout, layout in CAUSAL_QUICK) for layout in CAUSAL_LAYOUTS),
+    *((LLAMA, layout, layout in LLAMA_QUICK) for layout in LAYOUTS),
 ]
 FIRST_STEP = ("ddp", "fsdp_full_shard", "fsdp_shard_grad_op", "fsdp1_full_shard")
 
@@ -248,7 +261,7 @@ def test_float64_series_and_weights_agree(
     assert len({state[name].data_ptr() for name in TIED[recipe.script]}) == 1
 
 
-@pytest.mark.parametrize("recipe", [T5, GPT], ids=lambda recipe: recipe.script)
+@pytest.mark.parametrize("recipe", [T5, GPT, LLAMA], ids=lambda recipe: recipe.script)
 def test_the_reference_learns(recipe: Recipe, references: References) -> None:
     """Series that agree because nothing happens would not count."""
     reference = references[recipe, 20]

@@ -1,0 +1,249 @@
+"""recipes/llama_pretrain.py: short runs of the whole script, with a real model where there is one."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from common import prepare
+from common.arguments import UserError, parse_args
+from common.prepare import Settings
+from tests.conftest import REPOSITORY, load_recipe
+from tests.forked import ForkedParent, Result
+from tests.test_sources import write
+
+RECIPE = REPOSITORY / "recipes" / "llama_pretrain.py"
+TOKENIZER = REPOSITORY / "recipes" / "samples" / "tokenizer"
+SIZE = "num_hidden_layers=1,hidden_size=32,intermediate_size=64,num_attention_heads=2,num_key_value_heads=1"
+FLAGS = [
+    "--config=llama_pretrain_demo", f"--config_overrides={SIZE}", "--max_seq_length=32", "--total_batch_size=4",
+    "--per_device_train_batch_size=1", "--logging_steps=1", "--eval_strategy=no", "--eval_on_start=false", "--prompt=",
+    "--warmup_steps=0", "--max_steps=9", "--validation_size=0",
+]  # fmt: skip
+
+
+def run(
+    forked: ForkedParent, output: Path, *flags: str, config: str = "fsdp_full_shard", num_processes: int = 2
+) -> Result:
+    return forked.run(
+        RECIPE, *flags, f"--output_dir={output}", config=config, num_processes=num_processes,
+        launcher_flags=["--mixed_precision", "no"], cwd=REPOSITORY,
+    )  # fmt: skip
+
+
+def lines(output: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+
+
+def series(output: Path) -> list[tuple[int, float, float]]:
+    return [(line["step"], line["loss"], line["grad_norm"]) for line in lines(output) if "loss" in line]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Data
+
+
+@pytest.fixture(scope="module")
+def news(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(tmp_path_factory.mktemp("text") / "news.jsonl", 40, 1)
+
+
+@pytest.fixture(scope="module")
+def by_files(forked: ForkedParent, news: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    output = tmp_path_factory.mktemp("runs") / "files"
+    result = run(forked, output, *FLAGS, f"--train_file={news}")
+    assert result.exit_code == 0, result.output
+    assert "news: 40 documents" in result.output
+    return output
+
+
+def test_tokenized_folder_gives_the_same_losses(
+    forked: ForkedParent, by_files: Path, news: Path, tmp_path: Path
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(TOKENIZER)
+    prepare.prepare({"train": [news]}, tmp_path / "prepared", tokenizer, Settings("text", 32))
+    result = run(forked, tmp_path / "run", *FLAGS, f"--train_file={tmp_path / 'prepared'}")
+    assert result.exit_code == 0, result.output
+    assert series(tmp_path / "run") == series(by_files)
+
+
+def test_streaming_gives_the_same_losses_and_resumes_exactly_twice_in_a_row(
+    forked: ForkedParent, by_files: Path, news: Path, tmp_path: Path
+) -> None:
+    flags = [*FLAGS, f"--train_file={news}", "--streaming", "--save_strategy=steps", "--save_steps=3"]
+    result = run(forked, tmp_path / "run", *flags)
+    assert result.exit_code == 0, result.output
+    expected = series(tmp_path / "run")
+    assert expected == series(by_files)
+    for step in (3, 6):
+        checkpoint = tmp_path / "run" / "checkpoints" / f"step_0000000{step}"
+        result = run(forked, tmp_path / "run", *flags, f"--resume_from_checkpoint={checkpoint}", "--max_steps=9")
+        assert result.exit_code == 0, result.output
+        assert series(tmp_path / "run") == expected
+
+
+def test_mixture_is_logged_and_a_stream_in_windows_resumes_in_another_layout(
+    forked: ForkedParent, news: Path, tmp_path: Path
+) -> None:
+    web = write(tmp_path / "web.jsonl", 60, 2)
+    flags = [*FLAGS, f"--train_file={news};{web}", "--source_weights=3,1", "--streaming", "--shuffle_window=5"]
+    flags += ["--save_strategy=steps", "--save_steps=7", "--param_dtype=float64", "--lr_scheduler_type=constant"]
+    result = run(forked, tmp_path / "run", *flags, "--max_steps=20")
+    assert result.exit_code == 0, result.output
+    last = lines(tmp_path / "run")[-1]
+    assert last["num_sequences/news"] + last["num_sequences/web"] == 80
+    assert last["num_sequences/news"] == pytest.approx(60, abs=1)
+    assert last["seconds_left"] == 0
+    expected = series(tmp_path / "run")
+    checkpoint = tmp_path / "run" / "checkpoints" / "step_00000014"
+    result = run(
+        forked, tmp_path / "run", *flags, "--max_steps=20", f"--resume_from_checkpoint={checkpoint}", config="ddp",
+        num_processes=1,
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    for found, wanted in zip(series(tmp_path / "run"), expected, strict=True):
+        assert found == pytest.approx(wanted, rel=1e-9)
+
+
+def test_a_spike_is_reported_with_its_documents(forked: ForkedParent, news: Path, tmp_path: Path) -> None:
+    """The learning rate throws the model out; the run goes on, or ends with the names."""
+    flags = [*FLAGS, f"--train_file={news}", "--max_steps=16", "--learning_rate=30", "--max_grad_norm=0"]
+    flags += ["--lr_scheduler_type=linear", "--warmup_steps=15", "--spike_factor=1.2"]
+    result = run(forked, tmp_path / "warn", *flags, num_processes=1)
+    assert result.exit_code == 0, result.output
+    assert "warning: step 1" in result.output and "; its batch has news.jsonl:" in result.output
+    result = run(forked, tmp_path / "stop", *flags, "--spike_action=stop", num_processes=1)
+    assert result.exit_code == 1 and "its batch has news.jsonl:" in result.output, result.output
+    assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--train_file=a.txt;b.txt"], "--source_weights: 2 sources need"),
+        (["--train_file=a.txt;b.txt", "--source_weights=1"], "--source_weights 1: 2 numbers above 0 are expected"),
+        (["--source_weights=much"], "--source_weights much: numbers with commas"),
+        (["--streaming"], "--streaming: a stream's length is not known; give --max_steps"),
+        (["--streaming", "--max_steps=5"], "--streaming: give --validation_file"),
+        (["--streaming", "--max_steps=5", "--dataloader_num_workers=1"], "set --dataloader_num_workers 0"),
+        (["--document_masking", "--attn_implementation=flash_attention_2"], "would let documents see each other"),
+        (["--validation_size=1"], "--validation_size is 1.0; a fraction below 1"),
+        (["--max_seq_length=1"], "--max_seq_length is 1; it is too small"),
+        (["--spike_factor=0"], "--spike_factor is 0.0; it must be greater than 0"),
+    ],
+)
+def test_mistakes_in_arguments(flags: list[str], message: str) -> None:
+    recipe = load_recipe(RECIPE)
+    with pytest.raises(UserError) as raised:
+        parse_args(recipe.LlamaArguments, ["--config=llama_pretrain_demo", *flags])
+    assert message in str(raised.value)
+
+
+def test_mistakes_in_data_are_one_line(forked: ForkedParent, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("a few words")
+    result = run(forked, tmp_path / "run", *FLAGS, f"--train_file={tmp_path / 'a.txt'}")
+    assert result.exit_code == 2 and result.output.count("training tokens do not fill one sequence") == 1
+    assert "Traceback" not in result.output and not (tmp_path / "run").exists()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A real model
+
+
+def sequences(tokenizer: Any, texts: list[str], length: int) -> list[list[list[int]]]:
+    """Documents, packed, cut into sequences; each as the documents' parts in it."""
+    stream = [
+        (token, document)
+        for document, text in enumerate(texts)
+        for token in [1, *tokenizer(text, add_special_tokens=False)["input_ids"], 2]
+    ]  # fmt: skip
+    found = []
+    for start in range(0, len(stream), length):
+        piece = stream[start : start + length]
+        documents = sorted({document for _, document in piece})
+        found.append([[token for token, each in piece if each == document] for document in documents])
+    return found
+
+
+def independent_loss(model: Any, tokenizer: Any, texts: list[str], length: int) -> float:
+    """Each document's part of a sequence by itself."""
+    nll, count = 0.0, 0
+    for sequence in sequences(tokenizer, texts, length):
+        for part in sequence:
+            ids = torch.tensor([part])
+            with torch.no_grad():
+                log_probabilities = model(ids).logits[0].double().log_softmax(-1)
+            nll -= log_probabilities[torch.arange(len(part) - 1), ids[0, 1:]].sum().item()
+            count += len(part) - 1
+    return nll / count
+
+
+def test_real_model_goes_on_with_other_text_and_forgetting_is_reported(
+    forked: ForkedParent, shared_data: Path, tmp_path: Path
+) -> None:
+    folder = shared_data / "stories260K_hf"
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    start = tokenizer("Once upon a time", return_tensors="pt")["input_ids"]
+    torch.manual_seed(0)
+    stories = tokenizer.batch_decode(
+        model.generate(start.repeat(12, 1), do_sample=True, max_new_tokens=150), skip_special_tokens=True
+    )
+    plays = (shared_data / "shakespeare" / "input.txt").read_text()[:90_000].split("\n\n")
+    plays = ["\n\n".join(plays[index : index + 8]) for index in range(0, len(plays), 8)]
+    held_out = plays[-6:]
+    for name, texts in (("plays", plays[:-6]), ("held_out", held_out), ("stories", stories)):
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
+
+    flags = [
+        "--config=llama_pretrain_260k", f"--model_name_or_path={folder}", "--max_seq_length=128",
+        f"--train_file={tmp_path / 'plays.jsonl'}", f"--validation_file={tmp_path / 'held_out.jsonl'}",
+        f"--forgetting_dataset={tmp_path / 'stories.jsonl'}", "--max_new_tokens=30", "--num_train_epochs=0.75",
+        "--evals_per_epoch=2", "--logging_steps=1", "--metric_for_best_model=eval_bits_per_byte",
+        "--learning_rate=3e-3",
+    ]  # fmt: skip
+    result = run(forked, tmp_path / "run", *flags)
+    assert result.exit_code == 0, result.output
+    evaluations = [line for line in lines(tmp_path / "run") if "eval_loss" in line]
+    before, after = evaluations[0], evaluations[-1]
+    num_sequences = sum(len(tokenizer(text)["input_ids"]) for text in plays[:-6]) // 128
+    num_steps = len(series(tmp_path / "run"))
+    assert num_steps == pytest.approx(0.75 * num_sequences / 8, abs=2) and num_steps > 30
+
+    assert before["step"] == 0
+    assert before["eval_loss"] == pytest.approx(independent_loss(model, tokenizer, held_out, 128), rel=1e-5)
+    assert before["eval_stories_loss"] == pytest.approx(independent_loss(model, tokenizer, stories, 128), rel=1e-5)
+    assert before["eval_perplexity"] == pytest.approx(math.exp(before["eval_loss"]))
+    num_targets = sum(len(tokenizer(text, add_special_tokens=False)["input_ids"]) + 1 for text in held_out)
+    bits = before["eval_loss"] / math.log(2) * num_targets / sum(len(text.encode()) for text in held_out)
+    assert before["eval_bits_per_byte"] == pytest.approx(bits)
+    assert before["eval_stories_forgetting"] == 0
+
+    assert after["eval_loss"] < before["eval_loss"] - 0.3
+    assert after["eval_stories_forgetting"] == after["eval_stories_loss"] - before["eval_stories_loss"]
+    assert after["eval_stories_forgetting"] > 0.05
+    trained = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
+    assert after["eval_loss"] == pytest.approx(independent_loss(trained, tokenizer, held_out, 128), rel=1e-5)
+    best = json.loads((tmp_path / "run" / "best" / "best_step.json").read_text())["step"]
+    assert best == min(evaluations, key=lambda line: line["eval_bits_per_byte"])["step"]
+
+    rates = [line["learning_rate"] for line in lines(tmp_path / "run") if "loss" in line]
+    assert rates[-1] == 1e-4  # --min_learning_rate, exactly
+    greedy = tokenizer.decode(model.generate(start, do_sample=False, max_new_tokens=30)[0], skip_special_tokens=True)
+    answers = [part.partition("\n  ")[0] for part in result.output.split("-- answer\n")[1:]]
+    assert answers[0].startswith(greedy) and not answers[-1].startswith(greedy)
+
+    # From a checkpoint, the comparison is still with the model before training.
+    checkpoint = next((tmp_path / "run" / "checkpoints").iterdir())
+    result = run(
+        forked, tmp_path / "again", *flags, f"--resume_from_checkpoint={checkpoint}", "--max_steps=0", num_processes=1,
+        config="single_device",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    again = lines(tmp_path / "again")[-1]
+    assert again["eval_stories_forgetting"] == pytest.approx(
+        again["eval_stories_loss"] - before["eval_stories_loss"], rel=1e-12
+    )

@@ -1,0 +1,319 @@
+"""common/sources.py: examples, sources in every form, mixtures and streams that go on exactly."""
+
+import json
+import random
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
+
+from common import data, prepare, sources
+from common.arguments import UserError
+from common.losses import IGNORE_INDEX
+from common.prepare import Settings
+from common.sources import Mixture, SourceSampler, SourceSettings, SourceSpec, TokenRows, TokenStream, make_example
+from tests.conftest import REPOSITORY
+
+EOS, BOS = 1, 3
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("datasets_cache"))
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(REPOSITORY / "recipes" / "samples" / "tokenizer")
+
+
+@pytest.fixture
+def settings(tokenizer: PreTrainedTokenizerBase) -> SourceSettings:
+    return SourceSettings(tokenizer, max_seq_length=32, document_masking=True, text_column="text", seed=5)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return write(tmp_path / "news.jsonl", 120, 1)
+
+
+def write(path: Path, num_documents: int, seed: int) -> Path:
+    rng = random.Random(seed)
+    words = ["rice", "water", "boil", "the", "a", "of", "pot", "simmer", "é"]
+    texts = [" ".join(rng.choices(words, k=rng.randint(1, 40))) for _ in range(num_documents)]
+    path.write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    return path
+
+
+def spec(text: str, flag: str = "--train_file") -> SourceSpec:
+    return SourceSpec(text, flag, 1.0)
+
+
+def stream(settings: SourceSettings, file: Path, window: int = 1024) -> TokenStream:
+    return sources.load_stream(spec(str(file)), settings, window)
+
+
+def tokens(source: Any, start: int, end: int) -> list[list[int]]:
+    return [source[index]["input_ids"].tolist() for index in range(start, end)]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Examples
+
+
+def test_labels_and_positions_of_documents() -> None:
+    row = make_example(np.array([7, 8, EOS, BOS, 9, EOS, EOS, 5], dtype=np.int32), None, EOS, document_masking=True)
+    assert row["labels"].tolist() == [8, EOS, IGNORE_INDEX, 9, EOS, IGNORE_INDEX, IGNORE_INDEX, IGNORE_INDEX]
+    assert row["position_ids"].tolist() == [0, 1, 2, 0, 1, 2, 0, 0]
+    plain = make_example(np.array([7, 8, EOS, BOS, 9]), None, EOS, document_masking=False)
+    assert plain["labels"].tolist() == [8, EOS, BOS, 9, IGNORE_INDEX] and "position_ids" not in plain
+    given = make_example(np.array([7, 8, 9]), np.array([-100, -100, 9]), EOS, document_masking=False)
+    assert given["labels"].tolist() == [IGNORE_INDEX, 9, IGNORE_INDEX]
+
+
+@pytest.mark.parametrize("kernel", ["sdpa", "eager"])
+def test_a_document_does_not_see_the_one_before(kernel: str) -> None:
+    """Its logits are those it has alone, whatever stands before it; without masking they are others."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=50, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, initializer_range=0.5,
+    )  # fmt: skip
+    model = LlamaForCausalLM._from_config(config, attn_implementation=kernel).eval()
+    rng = np.random.default_rng(0)
+    ours = np.array([BOS, *rng.integers(5, 50, 9), EOS])
+    others = [np.array([BOS, *rng.integers(5, 50, 14), EOS]) for _ in range(2)]
+
+    def logits(parts: list[np.ndarray], document_masking: bool) -> torch.Tensor:
+        row = make_example(np.concatenate(parts), None, EOS, document_masking)
+        batch = data.collate_windows([row, row])
+        del batch["labels"]
+        with torch.no_grad():
+            return model(**batch, use_cache=False).logits[0, -len(ours) :]
+
+    alone = logits([ours], True)
+    for other in others:
+        torch.testing.assert_close(logits([other, ours], True), alone, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(logits([other, others[0], ours], True), alone, rtol=1e-4, atol=1e-4)
+    assert (logits([others[0], ours], False) - logits([others[1], ours], False)).abs().max() > 0.1
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Forms of a source
+
+
+def test_files_folders_and_streams_give_the_same_sequences(
+    settings: SourceSettings, file: Path, tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    rows = sources.load_source(spec(str(file)), settings)["train"]
+    prepare.prepare({"train": [file]}, tmp_path / "prepared", tokenizer, Settings("text", 32))
+    folder = sources.load_source(spec(str(tmp_path / "prepared")), settings)["train"]
+    plain = datasets.Dataset.from_dict({"input_ids": folder.rows["input_ids"][:]})
+    plain.save_to_disk(tmp_path / "plain")
+    other = sources.load_source(spec(str(tmp_path / "plain")), settings)["train"]
+    expected = tokens(rows, 0, len(rows))
+    assert len(expected) > 60
+    assert tokens(folder, 0, len(folder)) == tokens(other, 0, len(other)) == expected
+    # A window as long as the corpus: the order of prepared data, over epochs.
+    sampler = SourceSampler(Mixture([rows], [1.0]), 7, 5)
+    mixture = Mixture([stream(settings, file)], [1.0])
+    streamed = SourceSampler(mixture, 7, 5, 70)
+    for step in range(3 * len(rows) // 7):
+        assert [mixture[i]["input_ids"].tolist() for i in streamed.indices(step).tolist()] == [
+            expected[i] for i in sampler.indices(step).tolist()
+        ]
+        assert streamed.names(step) == [name.replace(".jsonl", "") for name in sampler.names(step)]
+
+
+@pytest.mark.parametrize("num_processes", [1, 2, 3, 4])
+def test_every_token_comes_once_an_epoch(num_processes: int, settings: SourceSettings, file: Path) -> None:
+    rows = sources.load_source(spec(str(file)), settings)["train"]
+    rows = rows.select(range(len(rows) // 12 * 12))
+    sampler = SourceSampler(Mixture([rows], [1.0]), 12, 5)
+    seen: Counter[tuple[int, ...]] = Counter()
+    for step in range(len(rows) // 12):
+        for process in range(num_processes):
+            for micro_batch in sampler.micro_batches(step, process, num_processes, 12 // num_processes):
+                seen.update(tuple(rows[index]["input_ids"].tolist()) for index in micro_batch)
+    assert seen == Counter(tuple(row) for row in tokens(rows, 0, len(rows)))
+
+
+def test_seed_folder_with_labels_and_padding(settings: SourceSettings, tmp_path: Path) -> None:
+    content = {
+        "input_ids": [[5, 6, 7, 8], [5, 6, 0, 0]],
+        "attention_mask": [[1, 1, 1, 1], [1, 1, 0, 0]],
+        "labels": [[-100, 6, 7, 8], [5, 6, -100, -100]],
+    }
+    split = datasets.Dataset.from_dict(content)
+    datasets.DatasetDict({"train": split, "valid": split}).save_to_disk(tmp_path / "own")
+    loaded = sources.load_source(spec(str(tmp_path / "own")), settings)
+    assert list(loaded) == ["train", "validation"]
+    assert [row["input_ids"].tolist() for row in map(loaded["train"].__getitem__, range(2))] == [[5, 6, 7, 8], [5, 6]]
+    assert [row["labels"].tolist() for row in map(loaded["train"].__getitem__, range(2))] == [
+        [6, 7, 8, -100],
+        [6, -100],
+    ]
+    assert loaded["train"].names(1) == ["own row 1"]
+    gaps = datasets.Dataset.from_dict({"input_ids": [[5, 6]], "attention_mask": [[0, 1]]})
+    rows = TokenRows(gaps, "x", settings.tokenizer, 8, False)
+    with pytest.raises(UserError, match="x row 0: its attention_mask has gaps"):
+        rows[0]
+
+
+def test_what_is_no_such_folder(settings: SourceSettings, file: Path, tmp_path: Path) -> None:
+    def load(**columns: Any) -> None:
+        folder = tmp_path / f"folder{len(list(tmp_path.iterdir()))}"
+        datasets.Dataset.from_dict(columns).save_to_disk(folder)
+        sources.load_source(spec(str(folder)), settings)
+
+    with pytest.raises(UserError, match=r"rows of up to 33 tokens, more than --max_seq_length 32"):
+        load(input_ids=[[5] * 33])
+    with pytest.raises(UserError, match=r"token 5000 is not the tokenizer's, which has 2048"):
+        load(input_ids=[[5000]])
+    with pytest.raises(UserError, match=r"a tokenized dataset has input_ids; this one has text"):
+        load(text=["a"])
+    other = AutoTokenizer.from_pretrained(REPOSITORY / "recipes" / "samples" / "tokenizer", bos_token="</s>")
+    prepare.prepare({"train": [file]}, tmp_path / "prepared", other, Settings("text", 32))
+    with pytest.raises(UserError, match="prepared with another tokenizer"):
+        sources.load_source(spec(str(tmp_path / "prepared")), settings)
+
+
+def test_validation_and_bits_per_byte(settings: SourceSettings, file: Path, tmp_path: Path) -> None:
+    own = sources.load_source(spec(str(file)), settings.setting_aside(0.2))
+    report = prepare.read_report(own["validation"].folder)["splits"]["validation"]  # type: ignore[arg-type]
+    assert (
+        sum(map(len, tokens(own["validation"], 0, len(own["validation"])))) == report["tokens"]
+    )  # the rest is not dropped
+    by_counts = own["validation"].targets_per_byte()
+    assert by_counts == pytest.approx((report["tokens"] - report["documents"]) / report["bytes"])
+    own["validation"].folder = None
+    assert own["validation"].targets_per_byte() == pytest.approx(by_counts, rel=0.01)
+    both = sources.load_source(spec(str(file)), settings, str(write(tmp_path / "held.jsonl", 9, 2)))
+    assert len(both["train"]) > len(own["train"]) and 0 < len(both["validation"]) < 12
+    assert (
+        sources.load_held_out(str(tmp_path / "held.jsonl"), "--forgetting_dataset", settings).rows["input_ids"][:]
+        == (both["validation"].rows["input_ids"][:])
+    )
+
+
+def test_hub_dataset(settings: SourceSettings, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = datasets.load_dataset("json", data_files=str(file))
+    streamed = datasets.load_dataset("json", data_files=str(file), split="train", streaming=True)
+    expected = sources.load_source(spec(str(file)), settings)["train"]
+    monkeypatch.setattr(
+        datasets, "load_dataset", lambda *args, streaming=False, **kwargs: streamed if streaming else rows
+    )
+    found = sources.load_source(spec("someone/news", "--dataset_name"), settings)["train"]
+    assert found.name == "news" and tokens(found, 0, len(found)) == tokens(expected, 0, len(expected))
+    by_network = sources.load_stream(spec("someone/news", "--dataset_name"), settings, 10)
+    own = stream(settings, file, 10)
+    tokens(own, 0, 25)
+    assert tokens(by_network, 0, 25) == tokens(stream(settings, file, 10), 0, 25)
+    state = json.loads(json.dumps(by_network.state(25)))
+    again = sources.load_stream(spec("someone/news", "--dataset_name"), settings, 10)
+    again.restore(state)
+    assert tokens(again, 25, 60) == tokens(own, 25, 60)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Streams
+
+
+@pytest.mark.parametrize("window", [1, 10, 1000])
+def test_stream_goes_on_exactly_twice_in_a_row(window: int, settings: SourceSettings, file: Path) -> None:
+    """Over the ends of windows and epochs, from a state that went through a checkpoint."""
+    expected = tokens(stream(settings, file, window), 0, 300)
+    assert len({tuple(row) for row in expected[:60]}) == 60
+    for first, second in ((0, 1), (7, 8), (33, 120), (95, 260)):
+        source = stream(settings, file, window)
+        assert tokens(source, 0, first) == expected[:first]
+        for start, end in ((first, second), (second, 300)):
+            state = json.loads(json.dumps(source.state(start)))
+            source = stream(settings, file, window)
+            source.restore(state)
+            assert tokens(source, start, end) == expected[start:end]
+
+
+def test_windows_are_shuffled_and_lose_nothing(settings: SourceSettings, file: Path) -> None:
+    rows = sources.load_source(spec(str(file)), settings)["train"]
+    in_order = tokens(rows, 0, len(rows))
+    both = tokens(stream(settings, file, 10), 0, 2 * len(rows))
+    for found in (both[: len(rows)], both[len(rows) :]):
+        places = [in_order.index(row) for row in found]
+        assert sorted(places) == list(range(len(rows))) and places != sorted(places)
+        # A window has ten sequences and those that its last document fills: nothing moves farther.
+        assert max(abs(place - index) for index, place in enumerate(places)) < 15
+
+
+def test_stream_that_is_too_short(settings: SourceSettings, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("few words")
+    with pytest.raises(UserError, match=r"a: \d+ tokens do not fill one sequence of --max_seq_length 32"):
+        stream(settings, tmp_path / "a.txt")[0]
+    with pytest.raises(UserError, match="is read without --streaming"):
+        datasets.Dataset.from_dict({"input_ids": [[5]]}).save_to_disk(tmp_path / "x")
+        sources.load_stream(spec(str(tmp_path / "x")), settings, 10)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Mixtures
+
+
+def test_weights_are_met_and_follow_from_the_step() -> None:
+    sizes, weights = [100, 50, 30, 9], [0.7, 0.2, 0.07, 0.03]
+    starts = [0, 100, 150, 180]
+
+    def make() -> data.MixtureSampler:
+        orders = [data.EpochOrder(size, 5 + number) for number, size in enumerate(sizes)]
+        return data.MixtureSampler(orders, starts, weights, 8, 5, 140)
+
+    sampler = make()
+    batches = [sampler.indices(step) for step in range(1000)]
+    drawn = np.searchsorted(starts, np.concatenate(batches), side="right") - 1
+    for number, weight in enumerate(weights):
+        assert (drawn == number).sum() / len(drawn) == pytest.approx(weight, rel=0.01)
+        # Each source in whole epochs: none of its examples is ahead of another by more than one.
+        counts = np.bincount(np.concatenate(batches)[drawn == number] - starts[number], minlength=sizes[number])
+        assert counts.max() - counts.min() <= 1
+    for step in (999, 0, 500, 501, 17):
+        assert (make().indices(step) == batches[step]).all() and (sampler.indices(step) == batches[step]).all()
+        assert (make().counts(step) == np.bincount(drawn[: step * 8], minlength=4)).all()
+
+
+def test_one_source_alone_is_the_step_sampler() -> None:
+    mixture = data.MixtureSampler([data.EpochOrder(10, 3)], [0], [2.0], 4, 3, 10)
+    plain = data.StepSampler(10, 4, 3)
+    assert all((mixture.indices(step) == plain.indices(step)).all() for step in range(12))
+
+
+def test_mixture_of_a_stream_and_rows_reports_and_resumes(settings: SourceSettings, file: Path, tmp_path: Path) -> None:
+    other = write(tmp_path / "web.jsonl", 200, 3)
+
+    def make() -> SourceSampler:
+        mixture = Mixture([stream(settings, file, 10), stream(settings, other, 20)], [0.75, 0.25])
+        return SourceSampler(mixture, 8, 5, 80)
+
+    def read(sampler: SourceSampler, start: int, end: int) -> list[list[int]]:
+        return [
+            sampler.mixture[index]["input_ids"].tolist()
+            for step in range(start, end)
+            for index in sampler.indices(step).tolist()
+        ]
+
+    whole = make()
+    expected = read(whole, 0, 40)
+    counts = whole.report(40)
+    assert counts.keys() == {"num_sequences/news", "num_sequences/web"} and sum(counts.values()) == 320
+    assert counts["num_sequences/news"] == pytest.approx(240, abs=2)
+    sampler = make()
+    read(sampler, 0, 13)
+    for start, end in ((13, 21), (21, 40)):
+        state = json.loads(json.dumps(sampler.state(start)))
+        sampler = make()
+        sampler.restore(state)
+        assert read(sampler, start, end) == expected[start * 8 : end * 8]
+    assert all(name.startswith(("news:", "web:")) or name == "..." for name in sampler.names(39))
