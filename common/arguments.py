@@ -33,7 +33,7 @@ class RunArguments:
     overwrite_output_dir: bool = arg(False, "Start afresh in a folder that holds another run; its files are replaced.")
     seed: int = arg(42, "Seed of initial weights, data order and dropout.")
     max_steps: int = arg(-1, "Optimizer steps; -1: as many as --num_train_epochs needs; 0: evaluate and stop.")
-    num_train_epochs: float = arg(1.0, "Passes over the training data; ignored when --max_steps is given.")
+    num_train_epochs: float = arg(1.0, "Passes over the training data, where --max_steps does not say how long.")
     report_to: str = arg("none", "Trackers besides metrics.jsonl: none, wandb, tensorboard, or both with a comma.")
     resume_from_checkpoint: str | None = arg(None, "latest, or the folder of a checkpoint, to go on from.")
     allow_changed: str | None = arg(
@@ -362,7 +362,7 @@ def _refuse_idle(args: TrainArguments, given: set[str]) -> None:
         ("async_save", "save_strategy"): args.save_strategy != "no",
         ("save_only_model", "save_strategy"): args.save_strategy != "no",
         ("allow_changed", "resume_from_checkpoint"): args.resume_from_checkpoint is not None,
-        ("num_train_epochs", "max_steps"): args.max_steps < 0,
+        ("num_train_epochs", "max_steps"): args.max_steps <= 0,  # 0 may be put after a run's own flags, to evaluate it
         ("lr_gamma", "lr_scheduler_type"): args.lr_scheduler_type == "step",
         ("min_learning_rate", "lr_scheduler_type"): args.lr_scheduler_type != "constant",
         ("adam_beta1", "optim"): is_adamw,

@@ -182,6 +182,7 @@ def independent_loss(model: Any, tokenizer: Any, texts: list[str], length: int) 
     return nll / count
 
 
+@pytest.mark.full
 def test_real_model_goes_on_with_other_text_and_forgetting_is_reported(
     forked: ForkedParent, shared_data: Path, tmp_path: Path
 ) -> None:

@@ -183,7 +183,8 @@ def test_the_loss_in_chunks_of_a_model_that_scales_its_logits() -> None:
         token_loss(model, batch("llama"))
 
 
-@pytest.mark.parametrize("kind", [pytest.param("t5", marks=pytest.mark.full), "llama"])
+@pytest.mark.full
+@pytest.mark.parametrize("kind", KINDS)
 def test_compiled_blocks_have_no_graph_break_and_settle(kind: str) -> None:
     """Ragged batches with and without padding: after the first ones nothing is compiled again."""
     torch._dynamo.reset()
