@@ -250,7 +250,8 @@ def train(
                 export(output / "best")
                 if accelerator.is_main_process:
                     (output / "best" / BEST_FILE).write_text(json.dumps({"step": progress.step}))
-            epoch.validation = (metrics.get("eval_loss"), is_best)
+            if progress.step > 0:  # the model before training belongs to no epoch
+                epoch.validation = (metrics.get("eval_loss"), is_best)
         progress.is_evaluation_due = False
         model.train()
 

@@ -315,7 +315,11 @@ def prepare(
             for _ in _tokenize(todo, encoder, settings, num_workers):
                 bar.update()
         reports, files = _pack(parts, output, settings, xxhash.xxh3_64_hexdigest(json.dumps(identity).encode()))
-        _check_enough(reports, splits, settings)
+        try:
+            _check_enough(reports, splits, settings)
+        except UserError:
+            shutil.rmtree(output)  # nothing half-written, and the way is free for other settings
+            raise
         _write_json(output / REPORT, identity | {
             "splits": {split: asdict(report) for split, report in reports.items()}, "documents": files,
         })  # fmt: skip
@@ -358,7 +362,7 @@ def _check_enough(reports: dict[str, Report], splits: Mapping[str, list[Path]], 
             raise UserError(f"{splits['validation'][0]}: no text in the validation files.")
         raise UserError(
             f"{source}: --validation_size {settings.validation_size} sets none of {reports['train'].documents:,} "
-            "documents aside; raise it, or give --validation_file."
+            "documents aside (a text file is one document); raise it, give more documents, or --validation_file."
         )
 
 

@@ -33,7 +33,7 @@ from common.documents import (
     read_pieces,
 )
 from common.losses import IGNORE_INDEX
-from common.prepare import REPORT, Settings, prepared, read_report, report_of
+from common.prepare import COMPLETE, REPORT, Settings, prepared, read_report, report_of
 
 SPLIT_NAMES = {"train": "train", "validation": "validation", "valid": "validation"}
 STREAM_LENGTH = 2**40  # of the indices that are a stream's in a mixture
@@ -468,7 +468,10 @@ def list_sources(
     except ValueError:
         raise UserError(f"--source_weights {weights}: numbers with commas are expected.") from None
     if len(values) != len(found) or not all(0 < value < math.inf for value in values):
-        raise UserError(f"--source_weights {weights}: {len(found)} numbers above 0 are expected.")
+        raise UserError(
+            f"--source_weights {weights}: a number above 0 for each of the sources is expected, and there are "
+            f"{len(found)} (sources are separated by ;)."
+        )
     names = [source_name(text) for text, _ in found]
     if twice := [name for name in names if names.count(name) > 1]:
         raise UserError(f"{found[names.index(twice[0])][1]}: two sources are called {twice[0]!r}; rename one.")
@@ -543,7 +546,11 @@ def load_stream(source: SourceSpec, settings: SourceSettings, window: int) -> To
 
 
 def _is_tokenized(text: str) -> bool:
-    return any((Path(text) / name).is_file() for name in ("dataset_dict.json", "state.json"))
+    """Raises `UserError` for a folder that tools/prepare_data.py has not finished."""
+    folder = Path(text)
+    if (folder / REPORT).is_file() and not (folder / COMPLETE).is_file():
+        raise UserError(f"{text}: its preparation is not complete; run the same tools/prepare_data.py command again.")
+    return any((folder / name).is_file() for name in (COMPLETE, "state.json"))
 
 
 def _load_tokenized(path: Path, flag: str, settings: SourceSettings) -> dict[str, TokenRows]:

@@ -131,6 +131,7 @@ def test_what_cannot_be_prepared(files: list[Path], tokenizer: PreTrainedTokeniz
         prepare.prepare({"train": [short]}, tmp_path / "a", tokenizer, Settings("text", 64))
     with pytest.raises(UserError, match=r"--validation_size 1e-09 sets none of 140 documents aside"):
         prepare.prepare({"train": files}, tmp_path / "b", tokenizer, Settings("text", 64, 1e-9))
+    prepare.prepare({"train": files}, tmp_path / "b", tokenizer, Settings("text", 64, 0.5))  # nothing is in the way
     prepare.prepare({"train": files}, tmp_path / "c", tokenizer, Settings("text", 64))
     with pytest.raises(UserError, match=r"prepared otherwise \(max_seq_length, seed\)"):
         prepare.prepare({"train": files}, tmp_path / "c", tokenizer, Settings("text", 32, seed=1))

@@ -317,3 +317,10 @@ def test_mixture_of_a_stream_and_rows_reports_and_resumes(settings: SourceSettin
         sampler.restore(state)
         assert read(sampler, start, end) == expected[start * 8 : end * 8]
     assert all(name.startswith(("news:", "web:")) or name == "..." for name in sampler.names(39))
+
+
+def test_an_unfinished_preparation_is_named(settings: SourceSettings, tmp_path: Path) -> None:
+    """Its report is a JSON file, and must not be taken for text."""
+    (tmp_path / prepare.REPORT).write_text("{}")
+    with pytest.raises(UserError, match="its preparation is not complete; run the same tools/prepare_data.py"):
+        sources.load_held_out(str(tmp_path), "--validation_file", settings)

@@ -70,7 +70,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_USER_ERROR
     except DownloadFailed as error:
-        print(f"error: {error}. Run the same command again: files that are whole are kept.", file=sys.stderr)
+        print(
+            f"error: {error}. Run the same command again where there is a network: files that are whole are kept.",
+            file=sys.stderr,
+        )
         return EXIT_ERROR
     print(f"Everything is in {constants.HF_HOME}. Runs without a network: HF_HUB_OFFLINE=1 HF_HOME={constants.HF_HOME}")
     return 0
