@@ -129,12 +129,12 @@ def not_stopped(forked: ForkedParent, tmp_path_factory: pytest.TempPathFactory) 
     [
         ("step:7:0", "SIGTERM", []),
         ("step:7:1:after=0.05", "SIGUSR1", []),
-        ("step:7:0", "SIGINT", []),
+        pytest.param("step:7:0", "SIGINT", [], marks=pytest.mark.full),
         ("step:7:1", "SIGTERM!", []),  # one rank alone
         ("file:12:0", "SIGTERM", []),  # in a save
         ("file:1:1", "SIGTERM", ["--async_save", "--save_steps=2"]),  # the steps go on meanwhile
         ("evaluation:2:0", "SIGTERM", EVALUATING),
-        ("evaluation:4:0", "SIGTERM", EVALUATING),  # while generating
+        pytest.param("evaluation:4:0", "SIGTERM", EVALUATING, marks=pytest.mark.full),  # while generating
     ],
 )  # fmt: skip
 def test_a_signal_ends_with_a_checkpoint_that_resumes_exactly(
