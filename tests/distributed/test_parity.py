@@ -286,7 +286,7 @@ def test_float32_first_step_agrees(
 
 def test_every_yaml_is_compared() -> None:
     shipped = {file.stem for file in (REPOSITORY / "accelerate_configs").glob("*.yaml")}
-    assert {layout.config for layout in QUICK} | {"single_device", "fsdp_fp8"} == shipped
+    assert {layout.config for layout in [*QUICK, *CAUSAL_QUICK]} | {"single_device", "fsdp_fp8"} == shipped
 
 
 def test_fp8_is_refused_with_the_reason(forked: ForkedParent, tmp_path: Path) -> None:
