@@ -13,15 +13,12 @@ import importlib.util
 import json
 import shutil
 import statistics
-import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
-import psutil
+from throughput import run_until  # type: ignore[import-not-found]
 
-REPOSITORY = Path(__file__).resolve().parent.parent
 WARMUP_STEPS = 3
 MAX_SECONDS = 600  # for one run, loading included
 
@@ -82,18 +79,10 @@ def measure(args: argparse.Namespace, size: int, checkpointing: str) -> dict[str
     log = args.output / f"run_{size}_{checkpointing}.log"
     metrics = output / "metrics.jsonl"
     metrics.unlink(missing_ok=True)
-    with log.open("w") as file, subprocess.Popen(command, cwd=REPOSITORY, stdout=file, stderr=file) as launcher:
-        deadline = time.monotonic() + MAX_SECONDS
-        while launcher.poll() is None and time.monotonic() < deadline:
-            if metrics.exists() and metrics.read_text().count("\n") >= args.steps:
-                break
-            time.sleep(0.2)
-        end(launcher)
-    lines = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
+    lines = run_until(command, metrics, args.steps, log, MAX_SECONDS)
     shutil.rmtree(output, ignore_errors=True)
-    if len(lines) < args.steps:
-        errors = [line for line in log.read_text().splitlines() if "rror" in line]
-        return {"error": errors[-1][:200] if errors else f"{len(lines)} steps in {MAX_SECONDS} s"}
+    if isinstance(lines, str):
+        return {"error": lines[:200]}
     steady = lines[WARMUP_STEPS : args.steps]
 
     def median(key: str) -> float:
@@ -107,16 +96,6 @@ def measure(args: argparse.Namespace, size: int, checkpointing: str) -> dict[str
         "peak_memory_gib": max(line.get("peak_memory_gib", 0.0) for line in lines),
         "peak_reserved_gib": max(line.get("peak_reserved_gib", 0.0) for line in lines),
     }
-
-
-def end(launcher: subprocess.Popen[bytes]) -> None:
-    """Kill a launcher and its workers, which would answer a signal with a checkpoint."""
-    if launcher.poll() is None:
-        for process in [*psutil.Process(launcher.pid).children(recursive=True), launcher]:
-            try:
-                process.kill()
-            except psutil.NoSuchProcess:
-                continue
 
 
 def markdown(rows: list[dict[str, Any]]) -> str:

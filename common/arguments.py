@@ -397,6 +397,21 @@ def _build_parser(recipe: type[TrainArguments]) -> _Parser:
     return _Parser(groups)
 
 
+def _preset_file(name: str) -> Path | None:
+    """The file of that path, or the preset of that name."""
+    paths = (Path(name), CONFIG_FOLDER / name, CONFIG_FOLDER / f"{name}.yaml")
+    return next((path for path in paths if path.is_file()), None)
+
+
+def load_preset(name: str) -> dict[str, Any]:
+    """Values of a preset of any recipe, as YAML reads them, for tools that need a few; raises `UserError` for none."""
+    path = _preset_file(name)
+    if path is None:
+        known = ", ".join(sorted(file.stem for file in CONFIG_FOLDER.glob("*.yaml")))
+        raise UserError(f"--config {name}: no such preset; there are {known}.")
+    return yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+
+
 def _find_preset(recipe: type[TrainArguments], asked: str | None) -> tuple[Path | None, str]:
     if asked is None:
         import torch  # only here: --help and wrong flags need not wait for it
@@ -406,9 +421,8 @@ def _find_preset(recipe: type[TrainArguments], asked: str | None) -> tuple[Path 
             "this machine has GPUs, so the full size" if has_gpu else "no GPU here, so the demo preset"
         )
         return CONFIG_FOLDER / f"{recipe.presets[has_gpu]}.yaml", reason
-    for path in (Path(asked), CONFIG_FOLDER / asked, CONFIG_FOLDER / f"{asked}.yaml"):
-        if path.is_file():
-            return path, "--config"
+    if (path := _preset_file(asked)) is not None:
+        return path, "--config"
     recipe_name = recipe.presets[0].rpartition("_")[0]
     known = ", ".join(sorted(p.stem for p in CONFIG_FOLDER.glob(f"{recipe_name}*.yaml")))
     raise UserError(f"--config {asked}: no such file, and no preset of that name; presets: {known}.")

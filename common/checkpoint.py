@@ -63,9 +63,9 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedTokenizerBase
 
 from common.arguments import BatchPlan, TrainArguments, UserError
+from common.data import describe_contents
 from common.launch import RunFailed, Strategy, write_config
 from common.sharding import base_model
-from common.sources import Mixture, TokenStream
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
@@ -275,7 +275,7 @@ def describe_run(
                     if key not in _NOT_COMPARED_CONFIG and not key.startswith("_")
                 },
                 "tokenizer": f"{len(tokenizer)} tokens, vocabulary {_hash(vocabulary)}",
-                "data": _describe_data(dataset, lengths),
+                "data": describe_contents(dataset, lengths),
                 "settings": settings,
             },
             default=str,
@@ -290,29 +290,6 @@ def class_name(model: nn.Module) -> str:
 
 def _hash(value: Any) -> str:
     return xxhash.xxh3_64_hexdigest(json.dumps(value, ensure_ascii=False, default=str).encode())
-
-
-def _describe_data(dataset: Dataset | Mixture, lengths: np.ndarray | None) -> str:
-    if not isinstance(dataset, Mixture):
-        return f"{len(dataset):,} training examples, contents {_data_hash(dataset, lengths)}"
-    parts = [
-        str(source)
-        if isinstance(source, TokenStream)
-        else f"{len(source):,} training examples, contents {_data_hash(source, None)}"
-        for source in dataset.sources
-    ]
-    return "; ".join(f"{part}, weight {weight:g}" for part, weight in zip(parts, dataset.weights, strict=True))
-
-
-def _data_hash(dataset: Dataset, lengths: np.ndarray | None) -> str:
-    """Hash of all lengths and of up to 256 examples spread over the dataset; paths do not count."""
-    digest = xxhash.xxh3_64()
-    if lengths is not None:
-        digest.update(np.ascontiguousarray(lengths, dtype=np.int64).tobytes())
-    for index in np.linspace(0, len(dataset) - 1, min(len(dataset), 256)).astype(int).tolist():
-        row = {key: np.asarray(value).tolist() for key, value in dataset[index].items()}
-        digest.update(json.dumps(row, sort_keys=True).encode())
-    return digest.hexdigest()
 
 
 def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:

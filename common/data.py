@@ -25,6 +25,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import torch
+import xxhash
 from accelerate import Accelerator, PartialState
 from datasets import Dataset, Features, List, Value
 from datasets.exceptions import DatasetGenerationError, DatasetNotFoundError
@@ -619,6 +620,11 @@ class EpochOrder:
         return self._permutations[epoch]
 
 
+def first_names(names: list[str]) -> list[str]:
+    """The beginning of a list for a message, and dots where it goes on."""
+    return names[:MAX_NAMES] + ["..."] * (len(names) > MAX_NAMES)
+
+
 class Sampler(ABC):
     """Which examples belong to global batch number `step`: a pure function of (seed, step)."""
 
@@ -642,8 +648,7 @@ class Sampler(ABC):
 
     def names(self, step: int) -> list[str]:
         """What batch `step` consists of, for messages."""
-        names = list(map(str, sorted(self.indices(step).tolist())))
-        return names[:MAX_NAMES] + ["..."] * (len(names) > MAX_NAMES)
+        return first_names(list(map(str, sorted(self.indices(step).tolist()))))
 
     def report(self, step: int) -> dict[str, float]:
         """Metrics of the first `step` batches, for the log."""
@@ -980,6 +985,22 @@ def describe(train: Dataset, validation: Dataset, left_out: Mapping[str, int]) -
     text = f"{len(train):,} training and {len(validation):,} validation examples"
     reasons = ", ".join(f"{count:,} {reason}" for reason, count in left_out.items() if count)
     return text + (f"; left out: {reasons}" if reasons else "")
+
+
+@functools.singledispatch
+def describe_contents(dataset: Any, lengths: np.ndarray | None = None) -> str:
+    """What a checkpoint remembers of its training data, for another run to be compared with.
+
+    A hash of all lengths and of up to 256 examples spread over the dataset; paths do not count. Datasets of another
+    kind register their own description.
+    """
+    digest = xxhash.xxh3_64()
+    if lengths is not None:
+        digest.update(np.ascontiguousarray(lengths, dtype=np.int64).tobytes())
+    for index in np.linspace(0, len(dataset) - 1, min(len(dataset), 256)).astype(int).tolist():
+        row = {key: np.asarray(value).tolist() for key, value in dataset[index].items()}
+        digest.update(json.dumps(row, sort_keys=True).encode())
+    return f"{len(dataset):,} training examples, contents {digest.hexdigest()}"
 
 
 def show_samples(

@@ -79,7 +79,7 @@ def prepare_model(
         switch = "fsdp_activation_checkpointing: true in the YAML" if plugin else "--gradient_checkpointing"
         raise UserError(f"--recompute_matmuls needs {switch}: without it nothing is recomputed.")
     offload_activations = bool(plugin and plugin.activation_checkpointing_offload)
-    memory.current_run = _describe_run(model, blocks, args, accelerator, strategy, bool(recompute))
+    memory.current_run = _describe_run(model, blocks, args, accelerator, strategy, recompute)
     if strategy.mixed_precision == "fp8":
         convert_to_fp8(model, blocks, strategy.fp8_options)
     if args.param_dtype == "float64":

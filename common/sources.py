@@ -21,7 +21,7 @@ from datasets.exceptions import DatasetNotFoundError
 from transformers import PreTrainedTokenizerBase
 
 from common.arguments import UserError
-from common.data import MAX_NAMES, EpochOrder, MixtureSampler, Row, load_splits
+from common.data import EpochOrder, MixtureSampler, Row, describe_contents, first_names, load_splits
 from common.documents import (
     SUFFIXES,
     Encoder,
@@ -376,6 +376,17 @@ class Mixture:
         return source[own_index]
 
 
+@describe_contents.register
+def _(dataset: TokenStream, lengths: np.ndarray | None = None) -> str:
+    return str(dataset)
+
+
+@describe_contents.register
+def _(dataset: Mixture, lengths: np.ndarray | None = None) -> str:
+    parts = zip(dataset.sources, dataset.weights, strict=True)
+    return "; ".join(f"{describe_contents(source)}, weight {weight:g}" for source, weight in parts)
+
+
 class SourceSampler(MixtureSampler):
     """Batches of a mixture; an epoch lasts until the first source was seen once."""
 
@@ -396,7 +407,7 @@ class SourceSampler(MixtureSampler):
         for index in self.indices(step).tolist():
             source, own_index = self.mixture.locate(index)
             found |= dict.fromkeys(source.names(own_index))
-        return [*list(found)[:MAX_NAMES], *(["..."] if len(found) > MAX_NAMES else [])]
+        return first_names(list(found))
 
     def report(self, step: int) -> dict[str, float]:
         """Sequences of each source in the first `step` batches, where there are several."""

@@ -415,6 +415,16 @@ def assert_equal(first: list[dict[str, Any]], second: list[dict[str, Any]]) -> N
             assert torch.equal(grad, b["gradients"][name]), name
 
 
+def assert_close(first: Ranks, second: Ranks) -> None:
+    """Losses and gradients agree up to float32's rounding."""
+    for kind in KINDS:
+        for a, b in zip(first[kind], second[kind], strict=True):
+            assert a["loss"] == pytest.approx(b["loss"], rel=1e-6)
+            assert a["gradients"].keys() == b["gradients"].keys()
+            for name, grad in a["gradients"].items():
+                torch.testing.assert_close(b["gradients"][name], grad, rtol=1e-5, atol=1e-6, msg=name)
+
+
 @pytest.mark.parametrize("config", ["fsdp_full_shard", "fsdp1_full_shard", "ddp"])
 def test_checkpointing_with_dropout_under(
     config: str, forked: ForkedParent, tmp_path: Path, checkpoints: dict[float, Path]
@@ -445,12 +455,7 @@ def test_compiled_and_checkpointed_blocks(forked: ForkedParent, tmp_path: Path) 
     plain = train_once(forked, tmp_path / "plain", tmp_path, "fsdp_full_shard", num_processes=1)
     path = edited("fsdp_full_shard", tmp_path, COMPILE, CHECKPOINTING)
     compiled = train_once(forked, tmp_path / "compiled", tmp_path, path, num_processes=1)
-    for kind in KINDS:
-        for a, b in zip(plain[kind], compiled[kind], strict=True):
-            assert a["loss"] == pytest.approx(b["loss"], rel=1e-6)
-            assert a["gradients"].keys() == b["gradients"].keys()
-            for name, grad in a["gradients"].items():
-                torch.testing.assert_close(b["gradients"][name], grad, rtol=1e-5, atol=1e-6, msg=name)
+    assert_close(plain, compiled)
 
 
 @pytest.mark.parametrize("config", ["fsdp_full_shard", "fsdp1_full_shard", "ddp"])
@@ -459,12 +464,7 @@ def test_the_loss_in_chunks_under_every_strategy(
 ) -> None:
     plain = train_once(forked, tmp_path / "plain", checkpoints[0.0], config)
     chunked = train_once(forked, tmp_path / "chunked", checkpoints[0.0], config, loss_chunk_tokens=4)
-    for kind in KINDS:
-        for a, b in zip(plain[kind], chunked[kind], strict=True):
-            assert a["loss"] == pytest.approx(b["loss"], rel=1e-6)
-            assert a["gradients"].keys() == b["gradients"].keys()
-            for name, grad in a["gradients"].items():
-                torch.testing.assert_close(b["gradients"][name], grad, rtol=1e-5, atol=1e-6, msg=name)
+    assert_close(plain, chunked)
 
 
 @pytest.mark.parametrize("config", ["fsdp_full_shard", "fsdp1_full_shard", "ddp"])

@@ -18,17 +18,15 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import yaml
 from huggingface_hub import HfApi, constants, snapshot_download, try_to_load_from_cache
 from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
 from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import filter_repo_objects
 
-from common.arguments import UserError
+from common.arguments import UserError, load_preset
 from common.models import TOKENIZER_FILES
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-PRESETS = REPOSITORY / "recipes" / "configs"
 GB = 10**9
 TYPICAL_BYTES_PER_SECOND = 10**8  # to say how long a download may take, before there is anything to measure
 # What the recipes load. A model comes with its tokenizer.
@@ -81,11 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def add_preset(args: argparse.Namespace) -> None:
     """Put what a preset names among what is asked for; its local files are there already."""
-    path = next((path for path in (Path(args.config), PRESETS / f"{args.config}.yaml") if path.is_file()), None)
-    if path is None:
-        known = ", ".join(sorted(file.stem for file in PRESETS.glob("*.yaml")))
-        raise UserError(f"--config {args.config}: no such preset; there are {known}.")
-    preset = yaml.safe_load(path.read_text(encoding="utf-8"))
+    preset = load_preset(args.config)
     for key, names in {
         "model_name_or_path": args.model, "tokenizer_name_or_path": args.tokenizer, "dataset_name": args.dataset,
     }.items():  # fmt: skip

@@ -11,19 +11,14 @@ import argparse
 import dataclasses
 import sys
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
-import yaml
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from common.accelerate_config import SHIPPED, read_config
-from common.arguments import ModelArguments, UserError
+from common.arguments import ModelArguments, UserError, load_preset
 from common.memory import FITTING_FRACTION, GIB, Layout, ModelSize, Types, estimate, fits
 from common.models import load_config, meta_model
 
-REPOSITORY = Path(__file__).resolve().parent.parent
-PRESETS = REPOSITORY / "recipes" / "configs"
 BYTES = {"float64": 8, "float32": 4, "bf16": 2, "bfloat16": 2}
 EXIT_USER_ERROR = 2
 
@@ -58,7 +53,7 @@ def plan(args: argparse.Namespace) -> str:
     """The table; raises UserError where there is no such preset or model."""
     if min(args.num_processes) < 1 or args.num_gpus < 1:
         raise UserError("--num_processes and --num_gpus: expected numbers of devices, 1 or more.")
-    settings = read_preset(args.config) if args.config else {}
+    settings = load_preset(args.config) if args.config else {}
     names = {field.name for field in dataclasses.fields(ModelArguments)}
     asked = {name: value for name, value in vars(args).items() if value is not None}
     if asked.keys() & {"model_name_or_path", "model_config_path"}:  # of another model than the preset's
@@ -94,14 +89,6 @@ def plan(args: argparse.Namespace) -> str:
     if args.device_memory_gib is not None:
         lines.append(f"* at most {FITTING_FRACTION:.0%} of {args.device_memory_gib:g} GiB")
     return "\n".join(lines)
-
-
-def read_preset(name: str) -> dict[str, Any]:
-    path = next((path for path in (Path(name), PRESETS / name, PRESETS / f"{name}.yaml") if path.is_file()), None)
-    if path is None:
-        known = ", ".join(sorted(file.stem for file in PRESETS.glob("*.yaml")))
-        raise UserError(f"--config {name}: no such preset; there are {known}.")
-    return yaml.safe_load(path.read_text(encoding="utf-8")) or {}
 
 
 if __name__ == "__main__":
