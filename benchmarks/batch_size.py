@@ -65,7 +65,8 @@ def measure(args: argparse.Namespace, size: int, checkpointing: str) -> dict[str
     """Medians of one run, ended after its steps (it would export the model some day); or its last line of error."""
     output = args.output / f"run_{size}_{checkpointing}"
     flags = {
-        "config": "chess_finetune_7b", "model_config_path": args.model, "dataset_name": "",
+        "config": "chess_finetune_7b", "model_config_path": args.model,
+        "train_file": "recipes/samples/chess_games.jsonl",
         "tokenizer_name_or_path": "recipes/samples/tokenizer", "packing": True, "max_seq_length": args.max_seq_length,
         "output_dir": output, "total_batch_size": args.total_batch_size, "per_device_train_batch_size": size,
         "max_steps": args.steps + 1000, "warmup_steps": 0, "logging_steps": 1, "eval_on_start": False,

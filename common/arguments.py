@@ -324,6 +324,10 @@ def parse_args(recipe: type[Arguments], argv: Sequence[str] | None = None) -> Ar
             defaults.pop("config_overrides", None)  # they are the preset's model's
         if namespace.model_name_or_path:  # which has its own tokenizer
             defaults.pop("tokenizer_name_or_path", None)
+        given = vars(namespace)
+        if given.get("train_file") or given.get("dataset_name"):  # and the preset's data, of either kind
+            for name in ("train_file", "dataset_name", "dataset_config_name"):
+                defaults.pop(name, None)
         parser.set_defaults(**defaults)
         namespace = parser.parse_args(argv)
     values = vars(namespace)

@@ -80,7 +80,7 @@ class ChessArguments(TrainArguments):
         if not 0 < self.validation_size < 1:
             raise UserError(f"--validation_size is {self.validation_size}; it must be a fraction between 0 and 1.")
         if self.dataset_name and self.train_file:
-            raise UserError("give --dataset_name or --train_file, not both; `--dataset_name=` drops the preset's.")
+            raise UserError("give --dataset_name or --train_file, not both.")
         if self.validation_file and not self.train_file:
             raise UserError("--validation_file goes with --train_file; else a fraction of the games is set aside.")
         if self.square_tokenizer and (self.tokenizer_name_or_path or self.notation != "uci"):

@@ -167,6 +167,8 @@ def test_presets_are_read(recipe: ModuleType, preset: str) -> None:
     assert args.eval_on_start and args.total_batch_size % (args.per_device_train_batch_size or 1) == 0
     from_hub = preset not in ("chess_finetune_demo", "chess_finetune_100m")
     assert bool(args.model_name_or_path) == bool(args.dataset_name) == from_hub
+    own = parse_args(recipe.ChessArguments, [f"--config={preset}", "--train_file=games.pgn"])
+    assert (own.train_file, own.dataset_name) == ("games.pgn", None), "a flag's data take the place of the preset's"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
