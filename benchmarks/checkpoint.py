@@ -6,10 +6,12 @@
 Starts two runs through tools/launch.py on random weights and tokens: one trains, saves, and trains on; the other
 resumes from the last checkpoint, and its next losses must be equal. Prints a table last; FOLDER/*.json has the numbers.
 
-- disk: each process writes its share of the checkpoint's bytes to one file and flushes it; GB/s of all together.
+- disk: each process writes its share of the checkpoint's bytes (at most 8 GB) to one file and flushes it; GB/s of all
+  together.
 - sync: a save that training waits for.
 - async: what training waits in the call; by how much the next steps, while it is written, are slower than the median
   step before; how long the end of the run would wait for the rest. The first save and the second.
+- --one_at_a_time: each save is deleted before the next, for a disk that holds one, and there is one asynchronous save.
 - resume: finding the checkpoint and comparing all checksums; loading into a fresh model. The files are in the page
   cache where they fit into memory.
 """
@@ -49,6 +51,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 NUM_STEPS_COMPARED = 5
 WORKER = "CHECKPOINT_BENCHMARK_WORKER"  # in the environment of the two runs
 BLOCK = 64 * 2**20
+MOST_WRITTEN = 8 * 10**9
 
 
 def main() -> None:
@@ -57,6 +60,7 @@ def main() -> None:
     parser.add_argument("--config", default="fsdp_full_shard", help="name in accelerate_configs/")
     parser.add_argument("--num_processes", default="4")
     parser.add_argument("--output", required=True, type=Path, help="on the disk that is measured; needs 2 checkpoints")
+    parser.add_argument("--one_at_a_time", action="store_true", help="never two checkpoints on the disk")
     parser.add_argument("--seq_length", default="2048")
     args = parser.parse_args()
     shutil.rmtree(args.output, ignore_errors=True)
@@ -73,6 +77,7 @@ def main() -> None:
         "seq_length": int(args.seq_length),
         "deterministic": True,
         "results": str(args.output),
+        "one_at_a_time": args.one_at_a_time,
     }
     (args.output / "preset.yaml").write_text("\n".join(f"{key}: {value}" for key, value in preset.items()))
     config = REPOSITORY / "accelerate_configs" / f"{args.config}.yaml"
@@ -109,13 +114,24 @@ def worker() -> None:
 
         seq_length: int = arg(2048, "Tokens of an example.")
         results: str = arg("", "Folder of the results.")
+        one_at_a_time: bool = arg(False, "Delete each save before the next.")
 
     args = parse_args(BenchmarkArguments)
     accelerator, strategy = build_accelerator(args)
     plan = plan_batch(args, accelerator.num_processes)
     device = accelerator.device
     is_cuda = device.type == "cuda"
-    results: dict[str, Any] = {}
+
+    class Results(dict[str, Any]):
+        """Printed as they come: a call that runs out of time has said what it knew."""
+
+        def __setitem__(self, key: str, value: Any) -> None:
+            super().__setitem__(key, value)
+            if accelerator.is_main_process:
+                print(f"{key}: {value}", flush=True)
+
+    results = Results()
+    num_saves = 0 if args.one_at_a_time else 3  # 0: no check that there is room for several, or for an export
 
     def timed(action: Callable[[], Any]) -> float:
         """Seconds until the action is over on all processes and on the device."""
@@ -169,6 +185,11 @@ def worker() -> None:
         return seconds, losses
 
     def save(to: Checkpoints, step: int) -> float:
+        if args.one_at_a_time:
+            if accelerator.is_main_process:
+                for folder in to.folder.glob("step_*"):
+                    shutil.rmtree(folder)
+            accelerator.wait_for_everyone()
         return timed(lambda: to.save(step, {}, best_step=None))
 
     if args.resume_from_checkpoint:
@@ -178,29 +199,28 @@ def worker() -> None:
         results["losses"] = train(checkpoints.found.step, NUM_STEPS_COMPARED)[1]
         name = "resumed"
     else:
-        checkpoints.start(model, optimizer, plan, dataset, None, num_steps=10**6, num_saves=3)
+        checkpoints.start(model, optimizer, plan, dataset, None, num_steps=10**6, num_saves=num_saves)
         step_seconds = statistics.median(train(0, 8)[0][3:])
         seconds = save(checkpoints, 8)
         folder = checkpoints.folder / "step_00000008"
         num_bytes = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
         share = num_bytes // accelerator.num_processes
+        share = min(share, MOST_WRITTEN)
         disk_seconds = timed(lambda: write_and_flush(Path(args.results) / f"disk_{accelerator.process_index}", share))
         hardware = torch.cuda.get_device_name() if is_cuda else "CPU"
-        results |= {
-            "hardware": f"{accelerator.num_processes} x {hardware}, torch {torch.__version__}",
-            "checkpoint, GB": num_bytes / 1e9,
-            "step, s": step_seconds,
-            "disk, GB/s": share * accelerator.num_processes / disk_seconds / 1e9,
-            "sync: save, s": seconds,
-            "sync: save, GB/s": num_bytes / seconds / 1e9,
-        }
+        results["hardware"] = f"{accelerator.num_processes} x {hardware}, torch {torch.__version__}"
+        results["checkpoint, GB"] = num_bytes / 1e9
+        results["step, s"] = step_seconds
+        results["disk, GB/s"] = share * accelerator.num_processes / disk_seconds / 1e9
+        results["sync: save, s"] = seconds
+        results["sync: save, GB/s"] = num_bytes / seconds / 1e9
         asynchronous = Checkpoints(replace(args, async_save=True), accelerator, strategy, tokenizer)
         results["async: preparation at the start, s"] = timed(
-            lambda: asynchronous.start(model, optimizer, plan, dataset, None, num_steps=10**6, num_saves=3)
+            lambda: asynchronous.start(model, optimizer, plan, dataset, None, num_steps=10**6, num_saves=num_saves)
         )
         train(8, 1)
         step = 9
-        for number in ("first", "second"):
+        for number in ("first",) if args.one_at_a_time else ("first", "second"):
             results[f"async: pause of the {number} call, s"] = save(asynchronous, step)
             all_seconds, results["losses"] = train(step, NUM_STEPS_COMPARED)
             results[f"async: excess of the next steps, {number}, s"] = " ".join(
