@@ -94,6 +94,9 @@ class InitSource:
         """Parameter `name`, to be sliced (`[:]` for the whole)."""
         return self._rows[name]
 
+    def close(self) -> None:
+        """Nothing was opened."""
+
 
 @dataclass(frozen=True)
 class _Step:

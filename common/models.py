@@ -40,10 +40,12 @@ OFFLINE_HINT = "the demo preset runs offline"
 class WeightSource:
     """Weights of a checkpoint by the model's parameter names, read piece by piece from memory-mapped safetensors.
 
-    No process holds a copy: slicing what `read` returns touches only that slice of the files.
+    No process holds a copy: slicing what `read` returns touches only that slice of the files. remove: at `close`, which
+    all processes call, one of each machine removes the folder.
     """
 
-    def __init__(self, folder: Path, model: PreTrainedModel) -> None:
+    def __init__(self, folder: Path, model: PreTrainedModel, remove: Accelerator | None = None) -> None:
+        self._folder, self._remove = folder, remove
         index = folder / "model.safetensors.index.json"
         names = [folder / "model.safetensors"]
         if index.is_file():
@@ -53,41 +55,50 @@ class WeightSource:
                 raise UserError(
                     f"{index}: no readable index of weights: {_one_line(error)}; download it again."
                 ) from error
-        stored: dict[str, Any] = {}
+        stored: dict[str, Path] = {}
         for name in names:
             try:
-                file = safe_open(name, framework="pt")
+                stored |= dict.fromkeys(safe_open(name, framework="pt").keys(), name)
             except SafetensorError as error:
                 raise UserError(
                     f"{name}: no readable weights: {_one_line(error)}; download the file again (is it cut short, or a "
                     "pointer that Git LFS left in its place?)."
                 ) from error
-            stored |= dict.fromkeys(file.keys(), file)
         prefix = f"{model.base_model_prefix}."
 
         def find(*names: str) -> str | None:
             # A checkpoint of the headless base model lacks its prefix.
             return next((key for name in names for key in (name, name.removeprefix(prefix)) if key in stored), None)
 
-        self._where: dict[str, tuple[Any, str]] = {}
+        self._where: dict[str, tuple[Path, str]] = {}
         ties = model.all_tied_weights_keys or {}
         for name, parameter in model.named_parameters():
             # Of tied parameters one name is stored.
             aliases = [name, ties.get(name, name)] + [key for key, source in ties.items() if source == name]
             key = find(*aliases)
-            if key is None or tuple(stored[key].get_slice(key).get_shape()) != tuple(parameter.shape):
+            if key is None:
                 raise KeyError(name)
             self._where[name] = (stored[key], key)
+            if tuple(self.read(name).get_shape()) != tuple(parameter.shape):
+                raise KeyError(name)
         # Buffers are small and on no meta device: they get their values here.
         persistent = model.state_dict().keys()
         for name, buffer in model.named_buffers():
             if name in persistent and (key := find(name)) is not None:
-                buffer.copy_(stored[key].get_tensor(key))
+                buffer.copy_(safe_open(stored[key], framework="pt").get_tensor(key))
 
     def read(self, name: str) -> Any:
         """Parameter `name`, to be sliced (`[:]` for the whole)."""
-        file, key = self._where[name]
-        return file.get_slice(key)
+        path, key = self._where[name]
+        # Opened anew: the pages that were read stay mapped as long as the file, and count as memory of the process.
+        return safe_open(path, framework="pt").get_slice(key)
+
+    def close(self) -> None:
+        """To be called by all processes when they have read what they need."""
+        if self._remove is not None:
+            self._remove.wait_for_everyone()
+            if self._remove.is_local_main_process:
+                shutil.rmtree(self._folder)
 
 
 Weights = WeightSource | InitSource
@@ -325,11 +336,7 @@ def _convert(
         full.save_pretrained(converted, save_original_format=False)  # under the names that the model has in memory
         del full
     accelerator.wait_for_everyone()
-    source = WeightSource(converted, model)
-    accelerator.wait_for_everyone()
-    if accelerator.is_local_main_process:
-        shutil.rmtree(converted)  # the files stay readable for those who have them open
-    return source
+    return WeightSource(converted, model, remove=accelerator)
 
 
 @contextmanager

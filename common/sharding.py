@@ -97,9 +97,10 @@ def prepare_model(
     fill = None
     if weights:
         fill = functools.partial(_fill_module, names=names, weights=weights, device=accelerator.device, filled={})
-    if fill and strategy.is_fsdp and not strategy.ram_efficient_loading:
+    if weights and fill and strategy.is_fsdp and not strategy.ram_efficient_loading:
         for module in model.modules():
             fill(module, device=torch.device("cpu"))
+        weights.close()
         weights = None
     prepared: nn.Module = model
     if strategy.kind == "fsdp2":
@@ -108,6 +109,8 @@ def prepare_model(
         prepared = _wrap_fsdp1(model, blocks, fill if weights else None, args, accelerator, strategy)
     else:
         prepared = _replicate(model, fill, args, accelerator, strategy)
+    if weights:
+        weights.close()
     head = model.get_output_embeddings()
     assert head is not None, "the recipes' model classes have a head"
     set_training_loss(prepared, head, args.loss_chunk_tokens, strategy.compile_options)

@@ -218,6 +218,19 @@ def test_parts_of_weights_are_read_from_the_files(kind: str, folder: Path, accel
         assert torch.equal(weights.read(name)[rows // 3 : rows // 2 + 1], expected[name][rows // 3 : rows // 2 + 1])
 
 
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="the system does not list what is mapped")
+def test_what_was_read_does_not_stay_mapped(folder: Path, accelerator: Accelerator) -> None:
+    auto_class: Any = checkpoint("llama_parts", folder)
+    args = arguments(folder)
+    model, weights = load_model(args, load_config(args), auto_class, accelerator)
+    assert weights is not None
+    for name, _ in model.named_parameters():
+        rows = weights.read(name)[:]
+        assert str(folder) in Path("/proc/self/maps").read_text(), "the test sees a mapped file"
+        del rows
+    assert str(folder) not in Path("/proc/self/maps").read_text()
+
+
 def test_generation_settings_of_a_checkpoint_are_kept(folder: Path, accelerator: Accelerator) -> None:
     model = llama()
     model.generation_config = GenerationConfig(eos_token_id=[3, 4], temperature=0.6, do_sample=True)
