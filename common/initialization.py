@@ -2,7 +2,6 @@
 
 import functools
 import hashlib
-import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ import torch
 from transformers import PreTrainedModel, initialization
 
 from common.arguments import UserError
+from common.launch import cores_per_process
 
 BLOCK_SIZE = 2**20  # elements that are drawn at once, in whole rows; another number is another initial model
 DRAWS = ("normal_", "uniform_", "trunc_normal_")
@@ -129,8 +129,7 @@ class _DrawnRows:
                 wanted.copy_(drawn[low - first : high - first])
 
         # torch draws on one thread.
-        num_threads = max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-        with ThreadPoolExecutor(num_threads) as pool:
+        with ThreadPoolExecutor(cores_per_process()) as pool:
             list(pool.map(fill, range(start // size, -(-stop // size))))
         return values if self.shape else values[0]
 

@@ -88,6 +88,12 @@ class Strategy:
     def is_fsdp(self) -> bool:
         return self.plugin is not None
 
+    @property
+    def is_offloaded(self) -> bool:
+        """Parameters, gradients and optimizer rest in host memory, and the update is computed there."""
+        offload = self.plugin.cpu_offload if self.plugin else None  # FSDP2: a policy object in both cases
+        return isinstance(offload, CPUOffloadPolicy) or bool(getattr(offload, "offload_params", False))
+
     def describe(self) -> str:
         """The strategy in words."""
         names = {"single": "one device", "ddp": "DDP, parameters replicated", "fsdp1": "FSDP1", "fsdp2": "FSDP2"}
@@ -98,14 +104,10 @@ class Strategy:
             text += ", resharded after forward" if self.plugin.reshard_after_forward else ", kept after forward"
             if self.replicas > 1:
                 text += f", {self.replicas} replicas"
-            if isinstance(self.plugin.cpu_offload, CPUOffloadPolicy):
-                text += ", offloaded to host memory"
         elif self.kind == "fsdp1":
             assert self.plugin is not None and self.plugin.sharding_strategy is not None
             text += f" {self.plugin.sharding_strategy.name}"
-            if self.plugin.cpu_offload.offload_params:
-                text += ", offloaded to host memory"
-        return text
+        return text + (", offloaded to host memory" if self.is_offloaded else "")
 
 
 def run(main: Callable[[], None]) -> NoReturn:
@@ -259,7 +261,7 @@ def build_accelerator(args: TrainArguments) -> tuple[Accelerator, Strategy]:
     )
     accelerator.scaler = LossScale() if compute_precision == "fp16" else None
     _check_effective(accelerator, strategy, num_processes)
-    _set_up_process(args, accelerator)
+    _set_up_process(args, accelerator, strategy)
     _check_output_dir(args)
     return accelerator, strategy
 
@@ -372,7 +374,13 @@ def _check_effective(accelerator: Accelerator, strategy: Strategy, num_processes
         )
 
 
-def _set_up_process(args: TrainArguments, accelerator: Accelerator) -> None:
+def cores_per_process() -> int:
+    """Cores of this machine, or of what its scheduler gave, shared out among the run's processes on it."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
+def _set_up_process(args: TrainArguments, accelerator: Accelerator, strategy: Strategy) -> None:
     import datasets
     import transformers
 
@@ -383,6 +391,8 @@ def _set_up_process(args: TrainArguments, accelerator: Accelerator) -> None:
         transformers.utils.logging.disable_progress_bar()
         transformers.utils.logging.set_verbosity_error()
         warnings.simplefilter("ignore")
+    if strategy.is_offloaded and accelerator.device.type == "cuda":
+        torch.set_num_threads(cores_per_process())  # the launcher leaves one, and the update waits for it
     if args.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)

@@ -137,13 +137,12 @@ def _describe_run(
     if strategy.kind == "fsdp2":
         assert plugin is not None
         gathered: Literal["units", "all"] = "units" if plugin.reshard_after_forward else "all"
-        is_offloaded = isinstance(plugin.cpu_offload, CPUOffloadPolicy)
-        layout = memory.Layout(num_processes // strategy.replicas, gathered, is_offloaded)
+        layout = memory.Layout(num_processes // strategy.replicas, gathered, strategy.is_offloaded)
     elif strategy.kind == "fsdp1":
         assert plugin is not None and plugin.sharding_strategy is not None
         per_machine = int(os.environ.get("LOCAL_WORLD_SIZE", num_processes))
         layout = memory.Layout.of_fsdp1(
-            plugin.sharding_strategy.name, num_processes, per_machine, bool(plugin.cpu_offload.offload_params)
+            plugin.sharding_strategy.name, num_processes, per_machine, strategy.is_offloaded
         )
     types = memory.Types(
         param_dtype(args).itemsize, compute_dtype(args, strategy).itemsize, reduce_dtype(args, strategy).itemsize,
@@ -420,7 +419,6 @@ def _fully_shard(
     plugin = strategy.plugin
     assert plugin is not None
     dtype = compute_dtype(args, strategy)
-    offload = isinstance(plugin.cpu_offload, CPUOffloadPolicy)  # accelerate has a policy object for both cases
     # A block's output may be a view of its last sum; transformers adds to it out of place, as torch asks.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     settings: dict[str, Any] = {
@@ -429,7 +427,7 @@ def _fully_shard(
             param_dtype=dtype if dtype != param_dtype(args) else None, reduce_dtype=reduce_dtype(args, strategy)
         ),
         "offload_policy": CPUOffloadPolicy(pin_memory=accelerator.device.type == "cuda")
-        if offload
+        if strategy.is_offloaded
         else OffloadPolicy(),
     }
     reshard_after_forward = bool(plugin.reshard_after_forward)
@@ -463,7 +461,7 @@ def _fully_shard(
     shard([model], False)
     _set_prefetch([unit[0] for unit in units], args.prefetch_depth or 1, strategy)
     if weights:
-        model.to_empty(device="cpu" if offload else accelerator.device)
+        model.to_empty(device="cpu" if strategy.is_offloaded else accelerator.device)
         model.tie_weights()  # to_empty gave every name of a tied parameter storage of its own
         for name, buffer in buffers.items():
             owner, _, leaf = name.rpartition(".")

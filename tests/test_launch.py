@@ -5,12 +5,14 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import yaml
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
 from common import arguments, launch
 from common.arguments import TrainArguments, UserError
@@ -255,6 +257,25 @@ def test_bf16_must_be_native(monkeypatch: pytest.MonkeyPatch) -> None:
         launch._check_precision(args, "bf16", on_cpu=False)
     device(has_bf16=True, nccl=(2, 10, 3))
     launch._check_precision(args, "bf16", on_cpu=False)
+
+
+@pytest.mark.parametrize(
+    ("is_offloaded", "device", "threads"), [(True, "cuda", 3), (True, "cpu", 1), (False, "cuda", 1)]
+)
+def test_the_update_in_host_memory_uses_all_cores(
+    is_offloaded: bool, device: str, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(7)), raising=False)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    plugin: Any = SimpleNamespace(cpu_offload=CPUOffloadPolicy() if is_offloaded else OffloadPolicy())
+    accelerator: Any = SimpleNamespace(is_local_main_process=True, device=torch.device(device))
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        launch._set_up_process(TrainArguments(), accelerator, Strategy("fsdp2", "bf16", plugin=plugin))
+        assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_the_banner_is_shown_once_and_names_what_is_in_effect(forked: ForkedParent, tmp_path: Path) -> None:
