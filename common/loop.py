@@ -317,9 +317,12 @@ def train(
                 progress.num_skipped_steps += 1
                 # An fp16 overflow is no fault until the loss is scaled no more.
                 scale = accelerator.scaler.scale if accelerator.scaler else 0.0
-                if scale < 1.0 and progress.num_skipped_steps > args.max_skipped_steps:
-                    check_finite(unchecked.get(), progress.step)
-                say(f"skipped: {_not_finite(unchecked.get(), progress.step, sampler)}")
+                if scale < 1.0:
+                    if progress.num_skipped_steps > args.max_skipped_steps:
+                        check_finite(unchecked.get(), progress.step)
+                    say(f"skipped: {_not_finite(unchecked.get(), progress.step, sampler)}")
+                else:
+                    say(f"skipped: {_overflow(unchecked.get(), progress.step, scale)}")
                 unchecked = None
             is_last = progress.step == num_steps
             if progress.step % args.logging_steps == 0 or is_last:
@@ -336,6 +339,8 @@ def train(
                 metrics["seconds_left"] = metrics["step_seconds"] * (num_steps - progress.step)
                 if progress.num_skipped_steps:
                     metrics["num_skipped_steps"] = progress.num_skipped_steps
+                if accelerator.scaler is not None:
+                    metrics["loss_scale"] = accelerator.scaler.scale
                 if window.num_steps:
                     epoch.add(loss, window.num_steps)
                     check_finite(loss if result.is_skipped else loss + metrics["grad_norm"], progress.step)
@@ -446,6 +451,13 @@ def _not_finite(value: float, step: int, sampler: Sampler) -> str:
     return (
         f"step {step}: the gradient norm or loss is {value}; its batch has training examples "
         f"{', '.join(sampler.names(step - 1))}. Lower --learning_rate, raise --warmup_steps or mend the data."
+    )
+
+
+def _overflow(value: float, step: int, scale: float) -> str:
+    return (
+        f"step {step}: the gradient norm is {value}, an overflow in fp16; the weights stay as they were, and the loss "
+        f"scale goes from {2 * scale:,.15g} to {scale:,.15g}"
     )
 
 

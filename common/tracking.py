@@ -243,6 +243,7 @@ _UNITS: dict[str, Callable[[float], str]] = {
     "mfu": lambda value: f"mfu {value:.1%}",
     "peak_memory_gib": lambda value: f"{value:.1f} GiB",
     "peak_reserved_gib": lambda value: f"{value:.1f} GiB reserved",
+    "loss_scale": lambda value: f"loss scale {value:,.15g}",
     "step_seconds": lambda value: f"{value:.3g} s/step",
     "data_wait_seconds": lambda value: f"data {value:.2g} s",
     "seconds_left": lambda value: f"{timedelta(seconds=round(value))} left",

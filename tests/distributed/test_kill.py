@@ -349,3 +349,38 @@ def test_steps_that_are_not_finite_can_be_left_out(forked: ForkedParent, tmp_pat
     counts = {line["step"]: line.get("num_skipped_steps") for line in lines(output)}
     assert counts[int(skipped[0])] == 1 and counts[int(skipped[1])] == 2
     assert next(line for line in lines(output) if line["step"] == int(skipped[0]))["loss"] is None
+
+
+def exact(exponent: int) -> str:
+    return re.escape(f"{2.0**exponent:,.15g}")
+
+
+def test_an_overflow_in_fp16_is_no_fault_of_the_data(forked: ForkedParent, tmp_path: Path) -> None:
+    """A loss scale that is too large at first, in float32: it is halved until no gradient overflows."""
+    output, script = tmp_path / "run", tmp_path / "overflowing.py"
+    script.write_text(
+        "import runpy\n"
+        "from common import launch\n"
+        "from common.optim import LossScale\n"
+        "build = launch.build_accelerator\n"
+        "def build_with_scale(*args):\n"
+        "    accelerator, strategy = build(*args)\n"
+        "    accelerator.scaler = LossScale(2.0**136)\n"
+        "    return accelerator, strategy\n"
+        "launch.build_accelerator = build_with_scale\n"
+        f"runpy.run_path({str(RECIPE)!r}, run_name='__main__')\n"
+    )
+    options = flags(output, "--max_steps=12")
+    result = forked.run(script, *options, config="ddp", num_processes=2, launcher_flags=LAUNCHER_FLAGS)
+    assert result.exit_code == 0, result.output
+    skipped = [line for line in result.output.splitlines() if line.startswith("skipped: ")]
+    assert 3 <= len(skipped) <= 11
+    for step, line in enumerate(skipped, start=1):
+        assert re.fullmatch(rf"skipped: step {step}: the gradient norm is (inf|nan), an overflow in fp16; .* the loss "
+                            rf"scale goes from {exact(137 - step)} to {exact(136 - step)}", line), line  # fmt: skip
+    by_step = {line["step"]: line for line in lines(output) if "loss" in line}
+    assert sorted(by_step) == list(range(1, 13))
+    for step, metrics in by_step.items():
+        assert (metrics["loss"] is None) == (metrics["grad_norm"] is None) == (step <= len(skipped))
+        assert metrics["num_skipped_steps"] == min(step, len(skipped))
+        assert metrics["loss_scale"] == 2.0 ** (136 - min(step, len(skipped)))
