@@ -69,7 +69,7 @@ lint: $(INSTALLED) ## ruff and mypy
 check: $(INSTALLED) ## explain every YAML of accelerate_configs/ in words, or say what is wrong with it
 	$(BIN)/python tools/check_config.py
 
-plan: $(INSTALLED) ## memory per device under every YAML: PRESET=, ARGS="--device_memory_gib 80 --num_processes 4 8"
+plan: $(INSTALLED) ## memory per device and largest batch under every YAML: PRESET=, ARGS="--device_memory_gib 80 --num_processes 4 8"
 	$(BIN)/python tools/plan.py $(if $(PRESET),--config $(PRESET)) $(ARGS)
 
 download: $(INSTALLED) ## models and data sets into the cache, for machines without a network: PRESET= or ARGS="--model ID"

@@ -1,8 +1,8 @@
 """How much device memory the state of a training run takes under each strategy, before it is paid for.
 
 Parameters, their gradients and the optimizer's state follow from the model's shapes exactly; what is gathered for
-computing follows from the units that are in use at the same time. Activations, the allocator's slack (a few percent)
-and the CUDA context (about half a GiB) come on top and are in none of the numbers.
+computing follows from the units that are in use at the same time. Activations (common/activations.py counts them), the
+allocator's slack (a few percent) and the CUDA context (about half a GiB) come on top and are in none of the numbers.
 """
 
 import math
@@ -18,6 +18,8 @@ from common.accelerate_config import SHIPPED, read_config
 GIB = 2**30
 # Part of a device's memory that the state may take, so that activations have the rest.
 FITTING_FRACTION = 0.8
+# Part of it that no tensor gets: the allocator's slack, CUDA's context, the buffers of NCCL and of matrix products.
+RESERVED_FRACTION = 0.1
 # What an answer to running out of memory looks for, the fastest first; the other shipped YAMLs take what one of these
 # does, or differ in the links between machines alone.
 CANDIDATES = ("ddp", "fsdp_shard_grad_op", "fsdp_full_shard", "fsdp_full_shard_offload")
@@ -142,6 +144,11 @@ def estimate(size: ModelSize, layout: Layout, types: Types) -> Estimate:
 def fits(state: Estimate, device_bytes: int) -> bool:
     """Whether the state leaves a fifth of the device for activations."""
     return state.total <= FITTING_FRACTION * device_bytes
+
+
+def largest_batch(state: Estimate, sequence_bytes: int, device_bytes: int) -> int:
+    """Sequences that a device can take at a time beside the state, each with so many bytes of activations; 0: none."""
+    return max(0, int((1 - RESERVED_FRACTION) * device_bytes - state.total) // sequence_bytes)
 
 
 @dataclass(frozen=True)

@@ -1,36 +1,73 @@
-"""tools/plan.py: the table's numbers by hand, what is marked, and mistakes."""
+"""tools/plan.py: the table's numbers by hand, what fits, and mistakes."""
+
+import math
+import re
+from typing import Any
 
 import pytest
+import torch
+from transformers import PreTrainedModel
 
 from tests.conftest import REPOSITORY
 from tools import plan
 
 SEVEN = ["--model_config_path", str(REPOSITORY / "recipes" / "configs" / "models" / "chess_7b")]
-# CodeLlama-7B: parameters, those of a block, and those outside the blocks.
-NUM, BLOCK, REST = 6_738_546_688, 202_383_360, 262_279_168
+TWO_BLOCKS = [*SEVEN, "--config_overrides", "num_hidden_layers=2"]
+# CodeLlama-7B: parameters of a block, and those outside the blocks; of all with two blocks.
+BLOCK, REST = 202_383_360, 262_279_168
+NUM = 2 * BLOCK + REST
+
+
+@pytest.fixture(autouse=True)
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """Activations of 1 GiB a sequence, 1/4 with checkpointing, and what was asked of their count."""
+    calls: list[dict[str, Any]] = []
+
+    def peak_bytes(model: PreTrainedModel, batch: dict[str, torch.Tensor], **options: Any) -> int:
+        calls.append({"dtype": model.dtype, "shape": tuple(batch["input_ids"].shape), **options})
+        return 2**28 if options["recomputes"] else 2**30
+
+    monkeypatch.setattr(plan, "peak_bytes", peak_bytes)
+    return calls
 
 
 def table(capsys: pytest.CaptureFixture[str], *flags: str) -> dict[str, list[str]]:
-    assert plan.main([*SEVEN, *flags]) == 0
-    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    return {words[0]: words[1:] for words in lines[2:]}
+    assert plan.main([*TWO_BLOCKS, *flags]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    head = next(index for index, line in enumerate(lines) if line.endswith("one sequence"))
+    rows = [re.split(" {2,}", line) for line in lines[head + 1 :]]
+    return {words[0]: words[1:] for words in rows}
 
 
-def test_numbers_and_marks(capsys: pytest.CaptureFixture[str]) -> None:
-    rows = table(capsys, "--num_processes", "1", "4", "16", "--num_gpus", "8", "--device_memory_gib", "40")
+def test_numbers_and_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = table(capsys, "--num_processes", "1", "4", "16", "--num_gpus", "8", "--device_memory_gib", "12")
     gathered = 2 * (REST + 2 * BLOCK) + 6 * BLOCK
 
     def cells(*values: float) -> list[str]:
-        return [f"{value / 2**30:,.1f}" + "*" * (value <= 0.8 * 40 * 2**30) for value in values]
+        rooms = [max(0, 0.9 * 12 - value / 2**30) for value in values]
+        texts = zip([f"{value / 2**30:,.1f}" for value in values], rooms, strict=True)
+        return [f"{text} ({math.floor(room)}, {math.floor(4 * room)})" for text, room in texts]
 
-    assert rows["ddp"] == cells(18 * NUM, 18 * NUM, 18 * NUM)
-    assert rows["single_device"] == [*cells(18 * NUM), "-", "-"]
-    assert rows["fsdp_full_shard"] == cells(16 * NUM + gathered, 4 * NUM + gathered, NUM + gathered)
-    assert rows["fsdp_full_shard"][1].endswith("*") and not rows["fsdp_full_shard"][0].endswith("*")
-    assert rows["fsdp_shard_grad_op"][1:] == cells(6 * NUM + 6 * BLOCK, 3 * NUM + 6 * BLOCK)
-    assert rows["fsdp_hybrid_shard"] == ["-", *cells(8 * NUM + gathered, 2 * NUM + gathered)]
+    ends = ["1.0, 0.25"]
+    assert rows["ddp"] == cells(18 * NUM, 18 * NUM, 18 * NUM) + ends == ["11.2 (0, 0)"] * 3 + ends
+    assert rows["single_device"] == [*cells(18 * NUM), "-", "-", *ends]
+    assert rows["fsdp_full_shard"] == cells(16 * NUM + gathered, 4 * NUM + gathered, NUM + gathered) + ends
+    assert rows["fsdp_shard_grad_op"][1:] == cells(6 * NUM + 6 * BLOCK, 3 * NUM + 6 * BLOCK) + ends
+    assert rows["fsdp_hybrid_shard"] == ["-", *cells(8 * NUM + gathered, 2 * NUM + gathered), *ends]
     assert rows["fsdp1_hybrid_shard"][2] == cells(2 * NUM + gathered)[0]  # within machines of 8
-    assert rows["fsdp_full_shard_offload"] == cells(gathered, gathered, gathered)
+    assert rows["fsdp_full_shard_offload"] == cells(gathered, gathered, gathered) + ends
+
+
+def test_activations_are_counted_as_the_run_would_compute(
+    counted: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    table(capsys, "--max_seq_length", "96", "--loss_chunk_tokens", "32")
+    common = {"shape": (1, 96), "loss_chunk_tokens": 32}
+    assert counted == [
+        {"dtype": dtype, "autocast": autocast, "recomputes": recomputes, **common}
+        for dtype, autocast in ((torch.float32, torch.bfloat16), (torch.bfloat16, None))
+        for recomputes in (False, True)
+    ]
 
 
 def test_the_optimizer_and_the_type_of_the_preset(
@@ -39,9 +76,20 @@ def test_the_optimizer_and_the_type_of_the_preset(
     preset = tmp_path_factory.mktemp("preset") / "own.yaml"
     preset.write_text("model_name_or_path: a/b\noptim: adafactor\nparam_dtype: bf16\n")
     rows = table(capsys, "--config", str(preset), "--num_processes", "1")
-    assert rows["ddp"] == [f"{4 * NUM / 2**30:,.1f}"]  # 2 bytes of parameters, 2 of gradients; no copy for computing
+    assert rows["ddp"][0] == f"{4 * NUM / 2**30:,.1f}"  # 2 bytes of parameters, 2 of gradients; no copy for computing
     rows = table(capsys, "--config", str(preset), "--num_processes", "1", "--optim", "adamw")
-    assert rows["ddp"] == [f"{8 * NUM / 2**30:,.1f}"]
+    assert rows["ddp"][0] == f"{8 * NUM / 2**30:,.1f}"
+
+
+def test_small_models_are_told_in_mib(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.undo()  # the real count
+    assert plan.main(["--config", "gpt_shakespeare_demo", "--num_processes", "2"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "Estimates in MiB" in lines[0] and "sequence of 64 tokens" in lines[1]
+    numbers = [float(number) for line in lines[3:] for number in re.findall(r"\d+\.\d+", line)]
+    assert len(numbers) == 3 * 13 - 1 and min(numbers) > 0
+    kept, recomputed = map(float, lines[3].rpartition("  ")[2].split(", "))
+    assert kept > recomputed
 
 
 @pytest.mark.parametrize(
@@ -50,7 +98,10 @@ def test_the_optimizer_and_the_type_of_the_preset(
         (["--config", "none"], "--config none: no such preset; there are chess_finetune_100m"),
         (["--model_config_path", "none"], "--model_config_path none: no such file or folder"),
         ([], "give --model_name_or_path"),
-        ([*SEVEN, "--num_processes", "0"], "--num_processes and --num_gpus: expected numbers of devices"),
+        (
+            [*SEVEN, "--num_processes", "0"],
+            "--num_processes, --num_gpus, lengths and --loss_chunk_tokens: expected numbers of 1 or more",
+        ),
     ],
 )
 def test_mistakes(capsys: pytest.CaptureFixture[str], flags: list[str], message: str) -> None:

@@ -1,25 +1,30 @@
-"""Say how much device memory a model's training state takes under every YAML, before a GPU is asked for.
+"""Say how much device memory a model's training takes under every YAML, before a GPU is asked for.
 
     python tools/plan.py --config chess_finetune_7b --device_memory_gib 80
     python tools/plan.py --model_config_path recipes/configs/models/t5_3b --num_processes 1 4 16
 
-GiB on each device: parameters, gradients, optimizer and what is gathered for computing (common/memory.py). Activations
-come on top: they grow with the batch and the sequence length, and a fifth of the device is kept for them here.
+State on each device: parameters, gradients, optimizer and what is gathered for computing (common/memory.py).
+Activations of one sequence, the loss included, with and without activation checkpointing (common/activations.py, some
+seconds). With --device_memory_gib: how many sequences fit beside the state. All are estimates.
 """
 
 import argparse
 import dataclasses
+import functools
 import sys
 from collections.abc import Sequence
 
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
 
 from common.accelerate_config import SHIPPED, read_config
+from common.activations import meta_batch, peak_bytes
 from common.arguments import ModelArguments, UserError, load_preset
-from common.memory import FITTING_FRACTION, GIB, Layout, ModelSize, Types, estimate, fits
+from common.memory import GIB, RESERVED_FRACTION, Estimate, Layout, ModelSize, Types, estimate, largest_batch
 from common.models import load_config, meta_model
 
-BYTES = {"float64": 8, "float32": 4, "bf16": 2, "bfloat16": 2}
+DTYPES = {"float64": torch.float64, "float32": torch.float32, "bf16": torch.bfloat16, "bfloat16": torch.bfloat16}
+LENGTHS = {"max_seq_length": 1024, "max_source_length": 512, "max_target_length": 150}  # where nothing says them
 EXIT_USER_ERROR = 2
 
 
@@ -31,11 +36,14 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--config", metavar="PRESET", help="a recipe's preset: a file, or a name in recipes/configs/")
     for name in ("model_name_or_path", "model_config_path", "config_overrides"):
         parser.add_argument(f"--{name}", help="as the recipes take it; wins over the preset")
+    for name, length in LENGTHS.items():
+        parser.add_argument(f"--{name}", type=int, help=f"default: the preset's, or {length}")
+    parser.add_argument("--loss_chunk_tokens", type=int, help="default: the preset's, or none")
     parser.add_argument("--optim", choices=("adamw", "adafactor", "adadelta"), help="default: the preset's, or adamw")
-    parser.add_argument("--param_dtype", choices=sorted(BYTES), help="default: the preset's, or float32")
+    parser.add_argument("--param_dtype", choices=sorted(DTYPES), help="default: the preset's, or float32")
     parser.add_argument("--num_processes", type=int, nargs="+", default=[1, 2, 4, 8, 16], help="devices in all")
     parser.add_argument("--num_gpus", type=int, default=8, help="devices of a machine, for FSDP1's hybrids")
-    parser.add_argument("--device_memory_gib", type=float, help="marks what fits")
+    parser.add_argument("--device_memory_gib", type=float, help="says the largest batch that fits")
     return parser.parse_args(argv)
 
 
@@ -51,44 +59,96 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def plan(args: argparse.Namespace) -> str:
     """The table; raises UserError where there is no such preset or model."""
-    if min(args.num_processes) < 1 or args.num_gpus < 1:
-        raise UserError("--num_processes and --num_gpus: expected numbers of devices, 1 or more.")
+    numbers = [*args.num_processes, args.num_gpus, *(getattr(args, name) for name in (*LENGTHS, "loss_chunk_tokens"))]
+    if min(number for number in numbers if number is not None) < 1:
+        raise UserError("--num_processes, --num_gpus, lengths and --loss_chunk_tokens: expected numbers of 1 or more.")
     settings = load_preset(args.config) if args.config else {}
     names = {field.name for field in dataclasses.fields(ModelArguments)}
     asked = {name: value for name, value in vars(args).items() if value is not None}
     if asked.keys() & {"model_name_or_path", "model_config_path"}:  # of another model than the preset's
         settings = {k: v for k, v in settings.items() if k not in ("model_name_or_path", "model_config_path")}
-    settings |= {name: value for name, value in asked.items() if name in names | {"optim", "param_dtype"}}
+    settings = LENGTHS | settings | asked
     model_args = ModelArguments(**{k: v for k, v in settings.items() if k in names})
     config = load_config(model_args)
-    auto_class = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-    model = meta_model(model_args, config, auto_class)
+
+    def build(dtype: torch.dtype) -> PreTrainedModel:
+        auto_class = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+        model = meta_model(model_args, config, auto_class)
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(dtype)
+        return model
+
+    lengths = [settings["max_seq_length"], 0]
+    if config.is_encoder_decoder:
+        lengths = [settings["max_source_length"], settings["max_target_length"]]
+    dtype_name = settings.get("param_dtype", "float32")
+    dtype = DTYPES[dtype_name]
+
+    @functools.cache
+    def sequence_bytes(compute: torch.dtype, is_fsdp: bool, recomputes: bool) -> int:
+        return peak_bytes(
+            build(compute if is_fsdp else dtype),
+            meta_batch(config, 1, *lengths),
+            autocast=None if is_fsdp or compute == dtype else compute,
+            recomputes=recomputes,
+            loss_chunk_tokens=settings.get("loss_chunk_tokens"),
+        )
+
+    model = build(dtype)
     classes = set(model._no_split_modules or ())
     size = ModelSize.of(model, [module for module in model.modules() if type(module).__name__ in classes])
-    optim, dtype = settings.get("optim", "adamw"), settings.get("param_dtype", "float32")
-    width = max(len(file.stem) for file in SHIPPED.glob("*.yaml"))
-    lines = [
-        f"{type(model).__name__}, {size.num_parameters / 1e6:,.1f}M parameters in {dtype}, {optim}. "
-        "GiB on each device, activations on top:",
-        f"{'':<{width}}" + "".join(f"{number:>10}" for number in args.num_processes) + "  devices",
-    ]
+    optim = settings.get("optim", "adamw")
+    rows: dict[str, list[Estimate | None]] = {}
+    activations: dict[str, list[int]] = {}
     for file in sorted(SHIPPED.glob("*.yaml")):
         content = read_config(file)
-        compute = BYTES[dtype] if content["mixed_precision"] == "no" else min(2, BYTES[dtype])
-        types = Types(BYTES[dtype], compute, max(4, BYTES[dtype]), optim)
-        cells = []
+        compute = dtype if content["mixed_precision"] == "no" or dtype.itemsize <= 2 else torch.bfloat16
+        types = Types(dtype.itemsize, compute.itemsize, max(4, dtype.itemsize), optim)
+        rows[file.stem] = []
         for number in args.num_processes:
             replicas = content.get("parallelism_config", {}).get("parallelism_config_dp_replicate_size", 1)
-            if number % replicas or (content["distributed_type"] == "NO" and number > 1):
-                cells.append("-")
-                continue
-            state = estimate(size, Layout.of_yaml(content, number, min(number, args.num_gpus)), types)
-            is_fine = args.device_memory_gib is not None and fits(state, int(args.device_memory_gib * GIB))
-            cells.append(f"{state.total / GIB:,.1f}{'*' if is_fine else ' '}")
-        lines.append(f"{file.stem:<{width}}" + "".join(f"{cell:>10}" for cell in cells))
+            is_possible = number % replicas == 0 and (content["distributed_type"] != "NO" or number == 1)
+            layout = Layout.of_yaml(content, number, min(number, args.num_gpus))
+            rows[file.stem].append(estimate(size, layout, types) if is_possible else None)
+        is_fsdp = content["distributed_type"] == "FSDP"
+        activations[file.stem] = [sequence_bytes(compute, is_fsdp, recomputes) for recomputes in (False, True)]
+
+    largest = max(state.total for row in rows.values() for state in row if state is not None)
+    divisor, unit = (GIB, "GiB") if largest >= GIB else (2**20, "MiB")
+
+    def show(num_bytes: int) -> str:
+        value = num_bytes / divisor
+        return f"{value:,.1f}" if value >= 1 else f"{value:.2f}"
+
+    def cell(state: Estimate | None, of_sequence: list[int]) -> str:
+        if state is None:
+            return "-"
+        if args.device_memory_gib is None:
+            return show(state.total)
+        fitting = [largest_batch(state, num_bytes, int(args.device_memory_gib * GIB)) for num_bytes in of_sequence]
+        return f"{show(state.total)} ({fitting[0]:,}, {fitting[1]:,})"
+
+    table = [["", *(f"{number:,}" for number in args.num_processes), "one sequence"]]
+    table += [
+        [name, *(cell(state, activations[name]) for state in row), "{}, {}".format(*map(show, activations[name]))]
+        for name, row in rows.items()
+    ]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    tokens = " + ".join(f"{length:,}" for length in lengths if length)
+    text = (
+        f"{type(model).__name__}, {size.num_parameters / 1e6:,.1f}M parameters in {dtype_name}, {optim}. "
+        f"Estimates in {unit}: state on each of so many devices;\nactivations of one sequence of {tokens} tokens, "
+        "without checkpointing and with it (blocks that are compiled keep less).\n"
+    )
     if args.device_memory_gib is not None:
-        lines.append(f"* at most {FITTING_FRACTION:.0%} of {args.device_memory_gib:g} GiB")
-    return "\n".join(lines)
+        text += (
+            f"In brackets, also without and with checkpointing: the largest --per_device_train_batch_size that fits in "
+            f"{args.device_memory_gib:g} GiB,\nof which {RESERVED_FRACTION:.0%} are kept free.\n"
+        )
+    return text + "\n".join(
+        f"{name:<{widths[0]}}  " + "  ".join(f"{text:>{width}}" for text, width in zip(cells, widths[1:], strict=True))
+        for name, *cells in table
+    )
 
 
 if __name__ == "__main__":
