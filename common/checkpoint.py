@@ -64,6 +64,7 @@ from transformers import PreTrainedTokenizerBase
 
 from common.arguments import BatchPlan, TrainArguments, UserError
 from common.data import describe_contents
+from common.files import sync
 from common.launch import RunFailed, Strategy, write_config
 from common.sharding import base_model
 
@@ -420,14 +421,6 @@ def _safetensors_header(tensors: Mapping[str, Any]) -> bytes:
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _remove(folder: Path) -> None:
@@ -791,7 +784,7 @@ class Checkpoints:
         for name, content in self._huggingface_files.items():
             with _HashingFile(folder / name, digests) as file:
                 file.write(content)
-        _fsync(folder)
+        sync(folder)
         return {f"{HUGGINGFACE_FOLDER}/{name}": digest for name, digest in digests.items()}
 
     def _begin_writing(self, tensors: dict[str, Any], writer: _Writer) -> "Future[Any]":
@@ -823,12 +816,12 @@ class Checkpoints:
                 json.dump(content | {"checksum": _hash(content)}, file, indent=1)
                 file.flush()
                 os.fsync(file.fileno())
-            _fsync(temporary)
+            sync(temporary)
             folder = temporary.with_suffix("")
             if folder.exists():
                 _remove(folder)
             temporary.rename(folder)
-            _fsync(self.folder)
+            sync(self.folder)
 
         self._together(what, self._on_main(publish))
         self._together("older checkpoints cannot be removed", self._on_main(lambda: self._prune(best_step)))

@@ -229,9 +229,14 @@ def _to_device(batch: Batch, accelerator: Accelerator) -> Batch:
     return {key: value.to(accelerator.device, non_blocking=True) for key, value in batch.items()}
 
 
+def bar_is_disabled(accelerator: Accelerator) -> bool | None:
+    """tqdm's `disable`: one process draws bars, and on a terminal only (None): a log file would get a line a time."""
+    return None if accelerator.is_main_process else True
+
+
 def _progress(accelerator: Accelerator, batches: Iterable[EvalBatch], description: str) -> Iterator[EvalBatch]:
     """The batches with a progress bar on one process, only when it takes longer than two seconds."""
-    bar = tqdm(batches, desc=description, unit="batch", delay=2, leave=False, disable=not accelerator.is_main_process)
+    bar = tqdm(batches, desc=description, unit="batch", delay=2, leave=False, disable=bar_is_disabled(accelerator))
     for batch in bar:
         if _poll is not None:
             _poll()

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedTokenizerBase
 
 from common.checkpoint import EXPECTED_WARNINGS, Checkpoint
+from common.files import publish
 from common.launch import RunFailed
 from common.sharding import base_model
 
@@ -52,12 +53,7 @@ def export_model(
         except Exception:  # a full disk would stay full
             shutil.rmtree(temporary, ignore_errors=True)
             raise
-        old = folder.with_name(folder.name + ".old.tmp")  # never half removed under its own name
-        shutil.rmtree(old, ignore_errors=True)
-        if folder.exists():
-            folder.rename(old)
-        temporary.rename(folder)
-        shutil.rmtree(old, ignore_errors=True)
+        publish(temporary, folder)
     accelerator.wait_for_everyone()
 
 
@@ -96,7 +92,7 @@ def export_checkpoint(
     config["dtype"] = str(next(dtypes[name] for name, tensor in saved.items() if tensor.is_floating_point()))[6:]
     (temporary / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     _check_reload(temporary, config["architectures"][0])
-    temporary.rename(folder)
+    publish(temporary, folder)
 
 
 def _check_reload(folder: Path, class_name: str) -> None:

@@ -36,6 +36,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from common import arguments, memory
 from common.accelerate_config import check_launch, wrap_class_names
 from common.arguments import TrainArguments, UserError, is_first_process
+from common.files import write_text
 from common.optim import LossScale
 from common.stopping import received_signal
 
@@ -492,7 +493,7 @@ def _lock(folder: Path) -> None:
 def write_config(args: TrainArguments) -> None:
     """Write config.yaml, everything that is in effect, into the output folder; the main process calls it."""
     text = yaml.safe_dump(args.to_dict(), sort_keys=False)
-    (Path(str(args.output_dir)) / "config.yaml").write_text(text, encoding="utf-8")
+    write_text(Path(str(args.output_dir)) / "config.yaml", text)
 
 
 @contextmanager

@@ -21,7 +21,8 @@ from tqdm.auto import tqdm
 from common.arguments import BatchPlan, TrainArguments
 from common.checkpoint import Checkpoints, set_aside
 from common.data import Batch, Collator, Sampler, train_batches
-from common.evaluation import polling
+from common.evaluation import bar_is_disabled, polling
+from common.files import write_text
 from common.guards import SpikeGuard
 from common.launch import RunFailed, Stopped, claim_output_dir
 from common.losses import IGNORE_INDEX, token_loss
@@ -202,7 +203,7 @@ def train(
         pin_memory=accelerator.device.type == "cuda",
     )
     bar = tqdm(
-        total=num_steps, initial=progress.step, desc="Training", unit="step", disable=not accelerator.is_main_process
+        total=num_steps, initial=progress.step, desc="Training", unit="step", disable=bar_is_disabled(accelerator)
     )
     unchecked: HostValue | None = None  # the last step's gradient norm
     unchecked_loss: HostValue | None = None
@@ -249,7 +250,7 @@ def train(
             if is_best:
                 export(output / "best")
                 if accelerator.is_main_process:
-                    (output / "best" / BEST_FILE).write_text(json.dumps({"step": progress.step}))
+                    write_text(output / "best" / BEST_FILE, json.dumps({"step": progress.step}))
             if progress.step > 0:  # the model before training belongs to no epoch
                 epoch.validation = (metrics.get("eval_loss"), is_best)
         progress.is_evaluation_due = False

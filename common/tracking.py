@@ -15,6 +15,7 @@ from accelerate.tracking import GeneralTracker, TensorBoardTracker, WandBTracker
 from accelerate.utils import broadcast_object_list
 
 from common.arguments import TrainArguments, UserError, tracker_names
+from common.files import write_text
 
 Metrics = Mapping[str, float | int | str]
 
@@ -68,12 +69,7 @@ class MetricsLog:
                 ) from error
             if line_step <= step:
                 kept.append(line)
-        temporary = self.path.with_suffix(".tmp")
-        with temporary.open("w", encoding="utf-8") as file:
-            file.writelines(kept)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(self.path)
+        write_text(self.path, "".join(kept))
 
 
 def read_first_line(file: Path, accelerator: Accelerator) -> dict[str, Any]:

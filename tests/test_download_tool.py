@@ -3,6 +3,7 @@
 import hashlib
 import json
 import shutil
+import socket
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -223,6 +224,20 @@ def test_a_disk_that_is_too_small(
     assert download.main(["--model", "a/model"]) == 2
     assert "0.00 GB free: set HF_HOME to a larger disk" in capsys.readouterr().err
     assert not any("/resolve/" in path for _, path, _ in Hub.log)
+
+
+def test_a_hub_that_cannot_be_reached_is_said_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.socket() as unused:  # bound and not listening: connections are refused
+        unused.bind(("127.0.0.1", 0))
+        endpoint = f"http://127.0.0.1:{unused.getsockname()[1]}"
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", endpoint)
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+        assert download.main(["--model", "a/model"]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: model a/model: {endpoint} cannot be reached") and error.count("\n") == 1
+    assert "Run the same command again where there is a network" in error
 
 
 def test_offline_is_said(hub: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -192,9 +192,17 @@ def test_an_older_folder_is_replaced_as_a_whole(
     with pytest.raises(OSError, match="No space left"):
         export_model(make_model("llama"), words, folder, accelerator)
     assert [path.name for path in folder.iterdir()] == ["older.json"], "the older folder must survive"
+    flushed, flush = [], os.fsync
+
+    def recorded_flush(descriptor: int) -> None:
+        flushed.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).relative_to(tmp_path))
+        flush(descriptor)
+
+    monkeypatch.setattr(os, "fsync", recorded_flush)
     export_model(make_model("llama"), tokenizer(), folder, accelerator)
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
     assert (folder / "model.safetensors").is_file()
+    assert {Path("model.tmp"), Path("model.tmp/model.safetensors"), Path("model.tmp/config.json")} < set(flushed)
     assert not {"older.json", "left_by_a_killed_run.json"} & {path.name for path in folder.iterdir()}
 
 

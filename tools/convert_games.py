@@ -34,7 +34,7 @@ def convert(paths: Sequence[Path], output: Path) -> int:
     try:
         with (
             open(unfinished, "w", encoding="utf-8") as file,
-            tqdm(desc="reading", total=num_bytes, unit="B", unit_scale=True, delay=2, leave=False) as bar,
+            tqdm(desc="reading", total=num_bytes, unit="B", unit_scale=True, delay=2, leave=False, disable=None) as bar,
         ):
             for game in read_games(files, report):
                 file.write(json.dumps(game.to_row(), separators=(",", ":")) + "\n")

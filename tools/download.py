@@ -104,7 +104,9 @@ def download(name: str, kind: str, patterns: list[str] | None) -> None:
         raise UserError(f"{kind} {name}: no public {kind} of that name on the hub (owner/name).") from error
     except Exception as error:  # the HTTP library's, which is another one in each version of the hub's client
         text = " ".join(str(error).split()) or type(error).__name__
-        raise DownloadFailed(f"{kind} {name}: {text[:300]}") from error
+        raise DownloadFailed(
+            f"{kind} {name}: {constants.ENDPOINT} cannot be reached, or the connection broke ({text[:300]})"
+        ) from error
 
 
 def _download(name: str, kind: str, patterns: list[str] | None) -> None:

@@ -375,6 +375,7 @@ def test_an_overflow_in_fp16_is_no_fault_of_the_data(forked: ForkedParent, tmp_p
     assert result.exit_code == 0, result.output
     skipped = [line for line in result.output.splitlines() if line.startswith("skipped: ")]
     assert 3 <= len(skipped) <= 11
+    assert "\r" not in result.output and "step 10: " in result.output  # no terminal: lines, and no bar
     for step, line in enumerate(skipped, start=1):
         assert re.fullmatch(rf"skipped: step {step}: the gradient norm is (inf|nan), an overflow in fp16; .* the loss "
                             rf"scale goes from {exact(137 - step)} to {exact(136 - step)}", line), line  # fmt: skip

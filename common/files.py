@@ -1,0 +1,40 @@
+"""Files and folders that are whole under their own names, whenever the program or the machine stops."""
+
+import os
+import shutil
+from pathlib import Path
+
+
+def sync(path: Path) -> None:
+    """Wait until a file's contents, or the names in a folder, are on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file at once: under its name is the old content or the new one."""
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    sync(path.parent)
+
+
+def publish(temporary: Path, folder: Path) -> None:
+    """Give a folder that is written its name, once it is on disk; one of that name before is removed afterwards."""
+    for parent, _, names in os.walk(temporary):
+        for name in names:
+            sync(Path(parent, name))
+        sync(Path(parent))
+    old = folder.with_name(folder.name + ".old.tmp")  # never half removed under its own name
+    shutil.rmtree(old, ignore_errors=True)
+    if folder.exists():
+        folder.rename(old)
+    temporary.rename(folder)
+    sync(folder.parent)
+    shutil.rmtree(old, ignore_errors=True)
