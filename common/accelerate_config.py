@@ -108,8 +108,12 @@ SAID_ELSEWHERE = {
     "fsdp_mixed_precision_policy": "mixed_precision, and --reduce_dtype after the script's name, say it",
     "fsdp_ignored_modules": "not acted on here: every parameter is sharded",
 } | {
-    f"parallelism_config_{key}": "context and sequence parallelism are no part of these recipes; remove the line"
-    for key in ("cp_backend", "cp_comm_strategy", "sp_backend", "sp_seq_length", "sp_seq_length_is_variable",
+    f"parallelism_config_{key}": "for accelerate's own context parallelism; here keys and values are gathered once a "
+    "layer; remove the line"
+    for key in ("cp_backend", "cp_comm_strategy")
+} | {
+    f"parallelism_config_{key}": "sequence parallelism is no part of these recipes; remove the line"
+    for key in ("sp_backend", "sp_seq_length", "sp_seq_length_is_variable",
                 "sp_attn_implementation")
 } | {
     f"fp8_{key}": "for Transformer Engine or MS-AMP; here fp8 is torchao's (backend AO); remove the line"
@@ -136,7 +140,7 @@ REFUSED: dict[tuple[str, Any], str] = {
     ("fp8_backend", "TE"): "Transformer Engine needs its own layers; write AO (torchao)",
     ("fp8_backend", "MSAMP"): "MS-AMP does not support FSDP2; write AO (torchao)",
     **{(f"parallelism_config_{short}_size", None): f"{name} parallelism is no part of these recipes; write 1"
-       for short, name in (("tp", "tensor"), ("cp", "context"), ("sp", "sequence"))},
+       for short, name in (("tp", "tensor"), ("sp", "sequence"))},
 }  # fmt: skip
 FLAG_ONLY = "accelerate launch ignores it in a file; pass --{0} to the launcher and remove the line"
 TYPE_FLAGS = {
@@ -531,16 +535,24 @@ class _Checker:
             self.report("use_fsdp", "with this flag accelerate ignores the file's parallelism_config; drop it")
         replicas = plan.get("parallelism_config_dp_replicate_size", 1)
         shards = plan.get("parallelism_config_dp_shard_size", 1)
+        contexts = plan.get("parallelism_config_cp_size", 1)
         processes = plan.get("num_processes")
-        if shards == 1:
+        context = f" x cp_size {contexts}" if contexts > 1 else ""
+        if shards == 1 and contexts == 1:
             self.report(
                 "parallelism_config", "parallelism_config_dp_shard_size is 1: nothing is sharded; take ddp.yaml"
             )
-        elif processes is not None and replicas * shards != processes:
+        elif shards == 1 and replicas > 1:
             self.report(
                 "parallelism_config",
-                f"dp_replicate_size {replicas} x dp_shard_size {shards} = {replicas * shards}, but there are "
-                f"{processes} processes; the product must be num_processes",
+                f"accelerate takes dp_replicate_size {replicas}{context} with a dp_shard_size above 1 only; write "
+                "dp_shard_size for dp_replicate_size",
+            )
+        elif processes is not None and replicas * shards * contexts != processes:
+            self.report(
+                "parallelism_config",
+                f"dp_replicate_size {replicas} x dp_shard_size {shards}{context} = {replicas * shards * contexts}, but "
+                f"there are {processes} processes; the product must be num_processes",
             )
 
     def check_precision_and_compile(self) -> None:
@@ -636,6 +648,8 @@ def check_wrapping(config: Mapping[str, Any], model: "PreTrainedModel") -> list[
     if plan.get("distributed_type") != "FSDP":
         return []
     name = type(model).__name__
+    if plan.get("parallelism_config_cp_size", 1) > 1 and model.config.is_encoder_decoder:
+        return [f"parallelism_config_cp_size: context parallelism is for causal models, and {name} is none; write 1."]
     policy = plan.get("fsdp_auto_wrap_policy")
     if policy == "SIZE_BASED_WRAP" and model.config.is_encoder_decoder:
         return [
@@ -708,20 +722,18 @@ def _describe_strategy(plan: Mapping[str, Any]) -> str:
     if kind == "MULTI_GPU":
         return f"DDP: each of {processes} processes holds the whole model; gradients are averaged"
     if plan["fsdp_version"] == 2:
-        replicas, shards = (
-            plan.get("parallelism_config_dp_replicate_size", 1),
-            plan.get("parallelism_config_dp_shard_size"),
-        )
+        replicas, contexts = (plan.get(f"parallelism_config_{key}_size", 1) for key in ("dp_replicate", "cp"))
         reshard = plan.get("fsdp_reshard_after_forward", True)
         over = f"over {processes} processes"
         if replicas > 1:
-            over = f"over groups of {shards} processes, {replicas} copies (hybrid)"
+            over = f"over groups of {processes // replicas} processes, {replicas} copies (hybrid)"
         between = (
             "are freed after each block's forward pass"
             if reshard
             else "stay gathered from the forward to the backward pass"
         )
-        return f"FSDP2: parameters, gradients and optimizer state sharded {over}; gathered parameters {between}"
+        slices = f"; each sequence is split over {contexts} processes (context parallelism)" if contexts > 1 else ""
+        return f"FSDP2: parameters, gradients and optimizer state sharded {over}; gathered parameters {between}{slices}"
     strategy = plan.get("fsdp_sharding_strategy", "FULL_SHARD")
     machines = plan.get("num_machines", 1)
     over = f"over {processes} processes"

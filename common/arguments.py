@@ -476,35 +476,47 @@ class BatchPlan:
     per_device: int
     num_micro_batches: int
     num_processes: int
+    """That have sequences of their own; with context parallelism groups of processes, each of which counts as one."""
+    context_size: int = 1
+    """Processes of such a group."""
 
     def __str__(self) -> str:
         return (
-            f"{self.total} sequences a step = {self.per_device} per device x {self.num_micro_batches} micro-batches "
-            f"x {self.num_processes} processes"
+            f"{self.total} sequences a step = {self.per_device} per {'device' if self.context_size == 1 else 'group'} "
+            f"x {self.num_micro_batches} micro-batches x {_sharers(self.num_processes, self.context_size)}"
         )
 
 
-def plan_batch(args: BatchArguments, num_processes: int) -> BatchPlan:
+def _sharers(number: int, context_size: int) -> str:
+    return f"{number} processes" if context_size == 1 else f"{number} groups of {context_size} processes"
+
+
+def plan_batch(args: BatchArguments, num_processes: int, context_size: int = 1) -> BatchPlan:
     """Complete the batch settings from the given ones; the total batch size rules.
 
+    context_size: so many processes share a sequence, and what is said for each device is for each group of them.
     Raises `UserError` that names the nearest working values when they do not fit together.
     """
+    num_processes //= context_size
+    processes = _sharers(num_processes, context_size)
     total, per_device = args.total_batch_size, args.per_device_train_batch_size
     accumulation = args.gradient_accumulation_steps
     if total is None:
         per_device, accumulation = per_device or 8, accumulation or 1
-        return BatchPlan(per_device * accumulation * num_processes, per_device, accumulation, num_processes)
+        return BatchPlan(
+            per_device * accumulation * num_processes, per_device, accumulation, num_processes, context_size
+        )
     if per_device is None:
-        unit, what = num_processes * (accumulation or 1), f"{num_processes} processes"
+        unit, what = num_processes * (accumulation or 1), processes
         if accumulation:
             what += f" x {accumulation} micro-batches"
     elif accumulation is None:
-        unit, what = num_processes * per_device, f"{num_processes} processes x {per_device} sequences per device"
+        unit, what = num_processes * per_device, f"{processes} x {per_device} sequences per device"
     else:
         unit = num_processes * per_device * accumulation
         if total != unit:
             raise UserError(
-                f"--total_batch_size {total} disagrees with {num_processes} processes x "
+                f"--total_batch_size {total} disagrees with {processes} x "
                 f"--per_device_train_batch_size {per_device} x --gradient_accumulation_steps {accumulation} = {unit}; "
                 "leave one of the three out."
             )
@@ -523,7 +535,7 @@ def plan_batch(args: BatchArguments, num_processes: int) -> BatchPlan:
         )
     if per_device is None:
         per_device = total // unit
-    return BatchPlan(total, per_device, total // (num_processes * per_device), num_processes)
+    return BatchPlan(total, per_device, total // (num_processes * per_device), num_processes, context_size)
 
 
 def num_training_steps(args: RunArguments, num_examples: int, total_batch_size: int) -> int:

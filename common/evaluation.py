@@ -14,6 +14,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from common.arguments import TrainArguments
+from common.context_parallel import context_size, data_parallel, sliced
 from common.data import Collator, EvalBatch, EvalBatches, column_array
 from common.losses import IGNORE_INDEX, cross_entropy_sum
 from common.sharding import generation_model, is_sharded, reshard
@@ -41,15 +42,17 @@ def evaluation_batches(
 ) -> EvalBatches | None:
     """This process's batches of `dataset`, each example once over all processes, as --max_eval_batches limits them.
 
-    Batches are grouped by the column `length` where there is one. None for an empty dataset.
+    Batches are grouped by the column `length` where there is one. Under context parallelism they are slices of them.
+    None for an empty dataset.
     """
     if len(dataset) == 0:
         return None
+    index, number = data_parallel(accelerator)
     return EvalBatches(
         dataset,
-        collate_fn,
-        process_index=accelerator.process_index,
-        num_processes=accelerator.num_processes,
+        sliced(collate_fn, accelerator),
+        process_index=index,
+        num_processes=number,
         per_device_batch_size=args.per_device_eval_batch_size,
         lengths=column_array(dataset, "length") if "length" in dataset.column_names else None,
         max_batches=args.max_eval_batches,
@@ -81,7 +84,9 @@ def sum_over_dataset(
     names = sorted(totals)
     count = torch.tensor(num_examples, dtype=torch.float64, device=accelerator.device)
     sums_of_all = accelerator.reduce(torch.stack([*(totals[name] for name in names), count]), reduction="sum")
-    return dict(zip([*names, "examples"], sums_of_all.tolist(), strict=True))
+    result = dict(zip([*names, "examples"], sums_of_all.tolist(), strict=True))
+    result["examples"] /= context_size(accelerator)  # each process of a group has counted the same
+    return result
 
 
 def token_sums(logits: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -25,7 +25,7 @@ import psutil
 import torch
 import torch.distributed as dist
 import yaml
-from accelerate import Accelerator
+from accelerate import Accelerator, ParallelismConfig
 from accelerate.utils import (
     FullyShardedDataParallelPlugin,
     GradientAccumulationPlugin,
@@ -71,6 +71,8 @@ class Strategy:
     """accelerate's reading of fsdp_config; None without FSDP."""
     wrap_classes: tuple[str, ...] = ()
     """Block classes that the YAML names; none: the model's own."""
+    context_size: int = 1
+    """Processes that share a sequence: context parallelism where there are several."""
     replicas: int = 1
     """Copies of the sharded model: FSDP2's hybrid has several groups of processes, each with one."""
     backward_prefetch: str | None = None
@@ -105,6 +107,8 @@ class Strategy:
             text += ", resharded after forward" if self.plugin.reshard_after_forward else ", kept after forward"
             if self.replicas > 1:
                 text += f", {self.replicas} replicas"
+            if self.context_size > 1:
+                text += f", each sequence split over {self.context_size} processes"
         elif self.kind == "fsdp1":
             assert self.plugin is not None and self.plugin.sharding_strategy is not None
             text += f" {self.plugin.sharding_strategy.name}"
@@ -172,9 +176,10 @@ def _is_lost_connection(error: BaseException) -> bool:
     return any(text in str(error) for text in ("Connection closed by peer", "Connection reset by peer", "gloo"))
 
 
-def build_accelerator(args: TrainArguments) -> tuple[Accelerator, Strategy]:
+def build_accelerator(args: TrainArguments, *, slices_sequences: bool = False) -> tuple[Accelerator, Strategy]:
     """Join the process group that the launcher prepared and check that what the YAML asks for is what runs.
 
+    slices_sequences: the recipe's batches and metrics may be cut along the sequence (context parallelism).
     Raises `UserError` before anything is loaded when the machine cannot do what was asked.
     """
     given = [name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if os.environ.get(name)]
@@ -230,7 +235,12 @@ def build_accelerator(args: TrainArguments) -> tuple[Accelerator, Strategy]:
     # Read by us and hidden from accelerate, which drops prefetch under FSDP2 and builds no mesh on a CPU.
     backward_prefetch = _hide("FSDP_BACKWARD_PREFETCH") if requested == "fsdp2" else None
     forward_prefetch = requested == "fsdp2" and _flag("FSDP_FORWARD_PREFETCH")
-    replicas = _replicas(num_processes)
+    parallelism = _parallelism(num_processes)
+    if parallelism.cp_size > 1 and not slices_sequences:
+        raise UserError(
+            f"parallelism_config_cp_size {parallelism.cp_size}: {Path(sys.argv[0]).stem} does not train on slices of "
+            "sequences (context parallelism); the recipes llama_pretrain and gpt_shakespeare do. Take another YAML."
+        )
     with _quiet_accelerate():
         accelerator = Accelerator(
             # Precision is applied with the sharding: accelerate would wrap forwards and scale losses a second time.
@@ -249,7 +259,8 @@ def build_accelerator(args: TrainArguments) -> tuple[Accelerator, Strategy]:
         config_file=config_file,
         plugin=plugin,
         wrap_classes=tuple(wrap_class_names(os.environ.get("FSDP_TRANSFORMER_CLS_TO_WRAP"))),
-        replicas=replicas,
+        context_size=parallelism.cp_size,
+        replicas=parallelism.dp_replicate_size,
         backward_prefetch=backward_prefetch,
         forward_prefetch=forward_prefetch,
         ram_efficient_loading=ram_efficient_loading,
@@ -261,6 +272,8 @@ def build_accelerator(args: TrainArguments) -> tuple[Accelerator, Strategy]:
         substitutions=tuple(substitutions),
     )
     accelerator.scaler = LossScale() if compute_precision == "fp16" else None
+    if parallelism.cp_size > 1:
+        accelerator.state.parallelism_config = parallelism
     _check_effective(accelerator, strategy, num_processes)
     _set_up_process(args, accelerator, strategy)
     _check_output_dir(args)
@@ -299,19 +312,22 @@ def _hide(name: str) -> str | None:
     return os.environ.pop(name, None)
 
 
-def _replicas(num_processes: int) -> int:
-    """Groups of FSDP2's hybrid sharding; raises `UserError` unless they and their shards make up all processes."""
+def _parallelism(num_processes: int) -> ParallelismConfig:
+    """The YAML's parallelism_config; raises `UserError` unless its sizes make up all processes."""
     if not _flag("ACCELERATE_USE_PARALLELISM_CONFIG"):
-        return 1
+        return ParallelismConfig(dp_replicate_size=1, dp_shard_size=1, cp_size=1)
     _hide("ACCELERATE_USE_PARALLELISM_CONFIG")
-    replicate = int(os.environ.get("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "1"))
-    shard = int(os.environ.get("PARALLELISM_CONFIG_DP_SHARD_SIZE", "1"))
-    if replicate * shard != num_processes:
+    config = ParallelismConfig()  # of the environment
+    if config.total_size != num_processes:
+        sizes = {"dp_replicate_size": config.dp_replicate_size, "dp_shard_size": config.dp_shard_size}
+        if config.cp_size > 1:
+            sizes["cp_size"] = config.cp_size
         raise UserError(
-            f"parallelism_config: dp_replicate_size {replicate} x dp_shard_size {shard} = {replicate * shard}, but "
-            f"there are {num_processes} processes; launch with --num_processes {replicate * shard} or change the sizes."
+            f"parallelism_config: {' x '.join(f'{name} {size}' for name, size in sizes.items())} = "
+            f"{config.total_size}, but there are {num_processes} processes; launch with --num_processes "
+            f"{config.total_size} or change the sizes."
         )
-    return replicate
+    return config
 
 
 def _check_devices(on_cpu: bool) -> None:

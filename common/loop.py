@@ -20,6 +20,7 @@ from tqdm.auto import tqdm
 
 from common.arguments import BatchPlan, TrainArguments
 from common.checkpoint import Checkpoints, set_aside
+from common.context_parallel import data_parallel, sliced
 from common.data import Batch, Collator, Sampler, train_batches
 from common.evaluation import bar_is_disabled, polling
 from common.files import write_text
@@ -190,14 +191,15 @@ def train(
         scheduler.step()
     if args.resume_from_checkpoint:
         log.file.truncate_after(progress.step if saved else -1)
+    data_index, data_number = data_parallel(accelerator)
     batches = train_batches(
         dataset,
         sampler,
-        collate_fn,
+        sliced(collate_fn, accelerator),
         start_step=progress.step,
         num_steps=max(0, num_steps - progress.step),
-        process_index=accelerator.process_index,
-        num_processes=accelerator.num_processes,
+        process_index=data_index,
+        num_processes=data_number,
         per_device_batch_size=plan.per_device,
         num_workers=args.dataloader_num_workers,
         pin_memory=accelerator.device.type == "cuda",

@@ -97,14 +97,17 @@ class ModelFlops:
     target_attention: int = 0
 
     @classmethod
-    def of_model(cls, model: PreTrainedModel) -> "ModelFlops | None":
-        """Counts of a dense model before it is sharded (meta device will do); None for an unknown encoder-decoder."""
+    def of_model(cls, model: PreTrainedModel, context_size: int = 1) -> "ModelFlops | None":
+        """Counts of a dense model before it is sharded (meta device will do); None for an unknown encoder-decoder.
+
+        context_size: a causal model's batches are slices of sequences so many times as long, which they attend to.
+        """
         config = model.config
         head = model.get_output_embeddings()
         if not config.is_encoder_decoder:
             head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
             attention = config.num_hidden_layers * config.num_attention_heads * head_dim
-            return cls(_parameters_without_embeddings(model, head), attention)
+            return cls(_parameters_without_embeddings(model, head), attention * context_size)
         if config.model_type not in _T5_FAMILY:
             return None
         inner = config.num_heads * config.d_kv

@@ -45,7 +45,7 @@ from torch.utils.checkpoint import (
 from transformers import PreTrainedModel
 from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
-from common import memory
+from common import context_parallel, memory
 from common.arguments import ModelArguments, TrainArguments, UserError
 from common.launch import Strategy, compute_dtype, param_dtype, reduce_dtype
 from common.losses import set_training_loss
@@ -71,6 +71,9 @@ def prepare_model(
     Raises `UserError` when the YAML's wrap class is not in the model or a setting cannot act.
     """
     _check_refinements(args, strategy)
+    if strategy.context_size > 1:
+        context_parallel.check_model(model)
+        context_parallel.slice_attention(model, accelerator)
     plugin = strategy.plugin
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     blocks = find_blocks(model, strategy)
@@ -238,6 +241,8 @@ def check_wrapping(
     blocks = find_blocks(model, strategy)
     if strategy.is_fsdp:
         find_units(model, blocks, strategy)
+    if strategy.context_size > 1:
+        context_parallel.check_model(model)
 
 
 def find_blocks(model: PreTrainedModel, strategy: Strategy) -> list[nn.Module]:
@@ -656,7 +661,8 @@ def generation_model(model: nn.Module) -> Iterator[PreTrainedModel]:
         if _fits_gathered(model):
             model.set_reshard_after_forward(False, recurse=True)
     try:
-        yield inner
+        with context_parallel.whole_sequences(inner):
+            yield inner
     finally:
         del inner.generate  # the instance's attribute; the class's method is there again
         for unit, reshard_after_forward in _RESHARD_AFTER_FORWARD.items():

@@ -137,8 +137,8 @@ def evaluate(
 
 def main() -> None:
     args = parse_args(GPTArguments)
-    accelerator, strategy = build_accelerator(args)
-    plan = plan_batch(args, accelerator.num_processes)
+    accelerator, strategy = build_accelerator(args, slices_sequences=True)
+    plan = plan_batch(args, accelerator.num_processes, strategy.context_size)
     config = load_config(args)
     check_kind(config, AutoModelForCausalLM)
     check_wrapping(args, config, AutoModelForCausalLM, strategy)
@@ -158,7 +158,7 @@ def main() -> None:
     num_steps = num_training_steps(args, len(train_data), plan.total)
 
     model, weights = load_model(args, config, AutoModelForCausalLM, accelerator)
-    description, flops = describe_model(model, args), ModelFlops.of_model(model)
+    description, flops = describe_model(model, args), ModelFlops.of_model(model, strategy.context_size)
     model = prepare_model(model, weights, args, accelerator, strategy)
     optimizer = build_optimizer(model, args)
     scheduler = build_scheduler(optimizer, args, num_steps, steps_per_epoch=len(train_data) / plan.total)

@@ -184,8 +184,13 @@ class Evaluation:
 
 def main() -> None:
     args = parse_args(LlamaArguments)
-    accelerator, strategy = build_accelerator(args)
-    plan = plan_batch(args, accelerator.num_processes)
+    accelerator, strategy = build_accelerator(args, slices_sequences=True)
+    if args.document_masking and strategy.context_size > 1:
+        raise UserError(
+            "--document_masking: context parallelism (parallelism_config_cp_size) has plain causal attention only; set "
+            "it to false, or take another YAML."
+        )
+    plan = plan_batch(args, accelerator.num_processes, strategy.context_size)
     config = load_config(args)
     check_kind(config, AutoModelForCausalLM)
     check_wrapping(args, config, AutoModelForCausalLM, strategy)
@@ -200,7 +205,7 @@ def main() -> None:
     num_steps = num_training_steps(args, sampler.num_examples, plan.total)
 
     model, weights = load_model(args, config, AutoModelForCausalLM, accelerator)
-    description, flops = describe_model(model, args), ModelFlops.of_model(model)
+    description, flops = describe_model(model, args), ModelFlops.of_model(model, strategy.context_size)
     model = prepare_model(model, weights, args, accelerator, strategy)
     optimizer = build_optimizer(model, args)
     scheduler = build_scheduler(optimizer, args, num_steps, steps_per_epoch=sampler.num_examples / plan.total)

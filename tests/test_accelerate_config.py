@@ -25,11 +25,12 @@ from tests.conftest import REPOSITORY
 CONFIGS = REPOSITORY / "accelerate_configs"
 SHIPPED = [
     "single_device", "ddp", "fsdp_full_shard", "fsdp_shard_grad_op", "fsdp_hybrid_shard", "fsdp_full_shard_offload",
-    "fsdp_full_shard_compile", "fsdp_fp8", "fsdp1_full_shard", "fsdp1_shard_grad_op", "fsdp1_no_shard",
-    "fsdp1_hybrid_shard", "fsdp1_hybrid_shard_zero2",
+    "fsdp_full_shard_compile", "fsdp_context_parallel", "fsdp_fp8", "fsdp1_full_shard", "fsdp1_shard_grad_op",
+    "fsdp1_no_shard", "fsdp1_hybrid_shard", "fsdp1_hybrid_shard_zero2",
 ]  # fmt: skip
 DELETE = object()
 FSDP1, FSDP2, HYBRID = "fsdp1_full_shard", "fsdp_full_shard", "fsdp_hybrid_shard"
+CONTEXT = "fsdp_context_parallel"
 
 
 def load(name: str) -> dict[str, Any]:
@@ -120,7 +121,7 @@ def test_shipped_files_are_fine_and_reach_the_run_as_written(name: str, monkeypa
         expected |= {prefix + key.upper(): str(value) for key, value in config.get(section, {}).items()}
     assert expected.items() <= env.items()
     assert env.get("ACCELERATE_USE_FSDP") == ("true" if "fsdp" in name else None)
-    assert env.get("ACCELERATE_USE_PARALLELISM_CONFIG") == ("true" if name == "fsdp_hybrid_shard" else None)
+    assert env.get("ACCELERATE_USE_PARALLELISM_CONFIG") == ("true" if name in (HYBRID, CONTEXT) else None)
     version = env.get("FSDP_VERSION")
     assert version == ("1" if name.startswith("fsdp1") else "2" if name.startswith("fsdp") else None)
 
@@ -181,6 +182,18 @@ TAKEN: list[tuple[str, dict[str, Any], str]] = [
         HYBRID,
         {"num_processes": 8, "parallelism_config_dp_shard_size": 4},
         "groups of 4 processes, 2 copies",
+    ),
+    (
+        CONTEXT,
+        {"num_processes": 4, "parallelism_config_cp_size": 4},
+        "sharded over 4 processes; gathered parameters are freed after each block's forward pass; each sequence is "
+        "split over 4 processes (context parallelism)",
+    ),
+    (
+        HYBRID,
+        {"num_processes": 8, "parallelism_config_cp_size": 2},
+        "groups of 4 processes, 2 copies (hybrid); gathered parameters are freed after each block's forward pass; each "
+        "sequence is split over 2 processes",
     ),
     (FSDP2, {"dynamo_backend": "aot_eager"}, "each transformer block with AOT_EAGER"),
     ("fsdp_full_shard_compile", {"dynamo_mode": "max-autotune"}, "mode max-autotune"),
@@ -263,9 +276,9 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("fsdp_fp8", {"fp8_backend": "MSAMP"}, "fp8_backend: ... write AO"),
     ("fsdp_fp8", {"fp8_config.margin": 0}, "fp8_margin: ... here fp8 is torchao's"),
     (HYBRID, {"parallelism_config_tp_size": 2}, "parallelism_config_tp_size: found 2; tensor parallelism"),
-    (HYBRID, {"parallelism_config_cp_size": 2}, "parallelism_config_cp_size: found 2; context parallelism"),
     (HYBRID, {"parallelism_config_sp_size": 2}, "parallelism_config_sp_size: found 2; sequence parallelism"),
-    (HYBRID, {"parallelism_config_cp_backend": "torch"}, "parallelism_config_cp_backend: ... remove the line"),
+    (CONTEXT, {"parallelism_config_cp_backend": "torch"}, "parallelism_config_cp_backend: ... gathered once a layer;"),
+    (HYBRID, {"parallelism_config_sp_backend": "deepspeed"}, "parallelism_config_sp_backend: ... remove the line"),
     # Renamed, said elsewhere, misplaced.
     ("ddp", {"fp16": True}, "fp16: renamed; write mixed_precision: fp16"),
     ("ddp", {"gradient_accumulation_steps": 4}, "gradient_accumulation_steps: the preset or --gradient_accum"),
@@ -347,6 +360,12 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         for policy in (DELETE, "NO_WRAP")
     ],
     (HYBRID, {"num_processes": 6}, "parallelism_config: ... 2 x dp_shard_size 2 = 4, but there are 6"),
+    (CONTEXT, {"num_processes": 4}, "parallelism_config: ... 1 x dp_shard_size 1 x cp_size 2 = 2, but there are 4"),
+    (
+        CONTEXT,
+        {"num_processes": 4, "parallelism_config_dp_replicate_size": 2},
+        "parallelism_config: accelerate takes dp_replicate_size 2 x cp_size 2 with a dp_shard_size above 1 only",
+    ),
     (
         HYBRID,
         {"num_processes": 2, "parallelism_config_dp_shard_size": 1},

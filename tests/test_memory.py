@@ -101,6 +101,7 @@ def shipped(name: str, num_processes: int, num_per_machine: int | None = None) -
     ("name", "layout"),
     [
         ("single_device", Layout(1, "none")), ("ddp", Layout(1, "none")), ("fsdp_full_shard", Layout(8, "units")),
+        ("fsdp_context_parallel", Layout(8, "units")),
         ("fsdp_full_shard_compile", Layout(8, "units")), ("fsdp_shard_grad_op", Layout(8, "all")),
         ("fsdp_hybrid_shard", Layout(4, "units")), ("fsdp_full_shard_offload", Layout(8, "units", True)),
         ("fsdp1_full_shard", Layout(8, "units")), ("fsdp1_shard_grad_op", Layout(8, "all")),

@@ -54,6 +54,11 @@ def test_numbers_and_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
     assert rows["fsdp_full_shard"] == cells(16 * NUM + gathered, 4 * NUM + gathered, NUM + gathered) + ends
     assert rows["fsdp_shard_grad_op"][1:] == cells(6 * NUM + 6 * BLOCK, 3 * NUM + 6 * BLOCK) + ends
     assert rows["fsdp_hybrid_shard"] == ["-", *cells(8 * NUM + gathered, 2 * NUM + gathered), *ends]
+    halves = ["0.50, 0.12"]  # of a sequence on each process
+    assert [row.split()[0] for row in rows["fsdp_context_parallel"]][1:3] == [
+        row.split()[0] for row in rows["fsdp_full_shard"][1:3]
+    ]
+    assert rows["fsdp_context_parallel"][0] == "-" and rows["fsdp_context_parallel"][3:] == halves
     assert rows["fsdp1_hybrid_shard"][2] == cells(2 * NUM + gathered)[0]  # within machines of 8
     assert rows["fsdp_full_shard_offload"] == cells(gathered, gathered, gathered) + ends
 
@@ -87,7 +92,7 @@ def test_small_models_are_told_in_mib(monkeypatch: pytest.MonkeyPatch, capsys: p
     lines = capsys.readouterr().out.splitlines()
     assert "Estimates in MiB" in lines[0] and "sequence of 64 tokens" in lines[1]
     numbers = [float(number) for line in lines[3:] for number in re.findall(r"\d+\.\d+", line)]
-    assert len(numbers) == 3 * 13 - 1 and min(numbers) > 0
+    assert len(numbers) == 3 * 14 - 1 and min(numbers) > 0
     kept, recomputed = map(float, lines[3].rpartition("  ")[2].split(", "))
     assert kept > recomputed
 

@@ -105,13 +105,15 @@ def plan(args: argparse.Namespace) -> str:
         compute = dtype if content["mixed_precision"] == "no" or dtype.itemsize <= 2 else torch.bfloat16
         types = Types(dtype.itemsize, compute.itemsize, max(4, dtype.itemsize), optim)
         rows[file.stem] = []
+        sizes = content.get("parallelism_config", {})
+        replicas, context = (sizes.get(f"parallelism_config_{key}_size", 1) for key in ("dp_replicate", "cp"))
         for number in args.num_processes:
-            replicas = content.get("parallelism_config", {}).get("parallelism_config_dp_replicate_size", 1)
-            is_possible = number % replicas == 0 and (content["distributed_type"] != "NO" or number == 1)
+            is_possible = number % (replicas * context) == 0 and (content["distributed_type"] != "NO" or number == 1)
             layout = Layout.of_yaml(content, number, min(number, args.num_gpus))
             rows[file.stem].append(estimate(size, layout, types) if is_possible else None)
         is_fsdp = content["distributed_type"] == "FSDP"
-        activations[file.stem] = [sequence_bytes(compute, is_fsdp, recomputes) for recomputes in (False, True)]
+        whole = [sequence_bytes(compute, is_fsdp, recomputes) for recomputes in (False, True)]
+        activations[file.stem] = [num_bytes // context for num_bytes in whole]
 
     largest = max(state.total for row in rows.values() for state in row if state is not None)
     divisor, unit = (GIB, "GiB") if largest >= GIB else (2**20, "MiB")

@@ -142,7 +142,7 @@ def fake_torchao() -> ModuleType:
 
 
 def observe(args: TrainArguments, saves: bool) -> dict[str, Any]:
-    accelerator, strategy = build_accelerator(args)
+    accelerator, strategy = build_accelerator(args, slices_sequences=True)
     source, weights = load_model(args, load_config(args), AutoModelForCausalLM, accelerator)
     size = held(source.model.layers[1])
     model = prepare_model(source, weights, args, accelerator, strategy)
@@ -156,6 +156,7 @@ def observe(args: TrainArguments, saves: bool) -> dict[str, Any]:
             "loss is scaled": accelerator.scaler is not None,
             "held at rest": held(blocks[1]) / size,
             "parameters": name_of(next(model.parameters()).dtype),
+            "attention": base_model(model).config._attn_implementation,
             "limit_all_gathers": getattr(model, "limit_all_gathers", None),
         }
     )
@@ -265,6 +266,7 @@ EDITS = [
     Edit(HYBRID, {"fsdp_reshard_after_forward": False}, "held after forward", 0.5, 1.0, num_processes=4),
     Edit(HYBRID, {"parallelism_config_dp_replicate_size": 1, "parallelism_config_dp_shard_size": 4}, "held at rest",
          0.5, 0.25, num_processes=4),
+    Edit(FSDP2, {"parallelism_config_cp_size": 2}, "attention", "sdpa", "context_parallel"),
     # Units. A block has 688 parameters here, 480 of them in its MLP; outside of the blocks are 312.
     Edit(FSDP2, {"fsdp_auto_wrap_policy": "NO_WRAP"}, "units", BLOCKS, ROOT),
     Edit(FSDP1, {"fsdp_auto_wrap_policy": "NO_WRAP"}, "units", "1 x LlamaForCausalLM, 3 x LlamaDecoderLayer", ROOT),
@@ -329,7 +331,6 @@ EDITS = [
     refused(FSDP2, "fsdp_backward_prefetch", "BACKWARD_POST", "is for fsdp_version 1"),
     refused(FSDP2, "fsdp_transformer_layer_cls_to_wrap", "T5Block", "no module of class T5Block"),
     refused(FSDP2, "parallelism_config_tp_size", 2, "tensor parallelism"),
-    refused(FSDP2, "parallelism_config_cp_size", 2, "context parallelism"),
     refused(FSDP2, "parallelism_config_sp_size", 2, "sequence parallelism"),
     refused(COMPILE, "dynamo_use_regional_compilation", False, "more than a block at once"),
     *[

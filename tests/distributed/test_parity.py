@@ -3,7 +3,7 @@
 import contextlib
 import importlib.util
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -88,20 +88,24 @@ class Layout:
     edits: tuple[tuple[str, Any], ...] = ()
     """Keys of fsdp_config that are changed in a copy of the YAML."""
     flags: tuple[str, ...] = ()
+    parallelism: tuple[tuple[str, int], ...] = ()
+    """Sizes of parallelism_config, likewise."""
 
     def __str__(self) -> str:
-        changes = [f"{key}={value}" for key, value in self.edits] + list(self.flags)
+        changes = [f"{key}={value}" for key, value in (*self.edits, *self.parallelism)] + list(self.flags)
         return "-".join([self.config, f"{self.num_processes}x{self.per_device}", *changes])
 
     def config_file(self, folder: Path) -> str:
         """The YAML to launch with: the shipped one, or a copy with the edits."""
-        if not self.edits:
+        if not self.edits and not self.parallelism:
             return self.config
         content = yaml.safe_load((REPOSITORY / "accelerate_configs" / f"{self.config}.yaml").read_text())
         content["fsdp_config"] |= {key: value for key, value in self.edits if value is not None}
         for key, value in self.edits:
             if value is None:
                 del content["fsdp_config"][key]
+        for name, size in self.parallelism:
+            content["parallelism_config"][f"parallelism_config_{name}"] = size
         folder.mkdir(exist_ok=True)
         (folder / "edited.yaml").write_text(yaml.safe_dump(content))
         return str(folder / "edited.yaml")
@@ -171,23 +175,35 @@ QUICK = [
     )
 ]
 BY_SIZE = (("fsdp_auto_wrap_policy", "SIZE_BASED_WRAP"), ("fsdp_min_num_params", 100_000))
-# Wrapping by size is for causal models only.
+# Wrapping by size and context parallelism are for causal models only.
+CONTEXT_LAYOUTS = [
+    Layout("fsdp_context_parallel", 2, 4),
+    Layout("fsdp_context_parallel", 2, 4, edits=(("fsdp_activation_checkpointing_offload", True),)),
+    Layout("fsdp_context_parallel", 4, 2, parallelism=(("cp_size", 4),)),
+    Layout("fsdp_context_parallel", 4, 2, parallelism=(("dp_shard_size", 2),)),
+    Layout("fsdp_context_parallel", 2, 2, flags=("--loss_chunk_tokens=16",)),
+]
 CAUSAL_LAYOUTS = [
     *LAYOUTS,
+    *CONTEXT_LAYOUTS,
     Layout("fsdp_full_shard", 2, 2, "by size", edits=BY_SIZE),
     Layout("fsdp1_full_shard", 2, 2, "by size", edits=BY_SIZE),
 ]
 CAUSAL_QUICK = [
     Layout("fsdp_full_shard", 2, 4),
     Layout("fsdp_full_shard_compile", 2, 4),
+    CONTEXT_LAYOUTS[0],
     Layout("fsdp1_full_shard", 2, 2),
     CAUSAL_LAYOUTS[-2],
 ]
+# Packed without masks between the documents, which slices do not have.
+PLAIN_LLAMA = replace(LLAMA, flags=(*LLAMA.flags, "--document_masking=false", "--max_seq_length=46"))
 LLAMA_QUICK = [Layout("fsdp_full_shard", 2, 4), Layout("fsdp1_full_shard", 2, 2)]
 CASES = [
     *((T5, layout, layout in QUICK) for layout in LAYOUTS),
     *((GPT, layout, layout in CAUSAL_QUICK) for layout in CAUSAL_LAYOUTS),
     *((LLAMA, layout, layout in LLAMA_QUICK) for layout in LAYOUTS),
+    *((PLAIN_LLAMA, layout, False) for layout in CONTEXT_LAYOUTS),
 ]
 FIRST_STEP = ("ddp", "fsdp_full_shard", "fsdp_shard_grad_op", "fsdp1_full_shard")
 
