@@ -857,6 +857,7 @@ class Checkpoints:
     def _make_optimizer_state(self) -> None:
         """Before the first update the optimizer has no state: give it the zeros that it would start with."""
         if not self._optimizer.state:
+            self._optimizer.zero_grad(set_to_none=True)  # torch leaves an optimizer with gradients as it is
             get_optimizer_state_dict(self._module, self._optimizer)  # takes a step of rate 0
             for state in self._optimizer.state.values():
                 for value in state.values():

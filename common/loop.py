@@ -15,6 +15,7 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from datasets import Dataset
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LRScheduler
 from tqdm.auto import tqdm
 
@@ -125,7 +126,8 @@ def train_step(
         loss_scale.update(not is_skipped)
     if not is_skipped:
         optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
+    # DDP's gradients are views of its buckets: without them the next micro-batch would get others, beside the buckets.
+    optimizer.zero_grad(set_to_none=not isinstance(model, DistributedDataParallel))
     return StepResult(loss_sum / num_targets.clamp(min=1), grad_norm, num_tokens, votes_on_host, is_skipped)
 
 

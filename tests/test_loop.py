@@ -1,12 +1,15 @@
 """The loop's parts that need no launch: cadence, the logging window, steps that are left out."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from common.arguments import TrainArguments
 from common.loop import HostValue, StepResult, _EpochLine, _Window, is_due, is_save_due, train_step
@@ -152,3 +155,30 @@ def test_a_step_that_is_left_out_counts_for_tokens_only() -> None:
     assert one.read()[0] != one.read()[0] and one.read()[1] == 5, "no loss at all"
     one.add(result(2.0, 5))
     assert one.read() == (2.0, 10)
+
+
+def test_ddp_accumulates_into_its_buckets(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", rank=0, world_size=1, init_method=f"file://{tmp_path / 'store'}")
+    try:
+        model = DistributedDataParallel(nn.Linear(3, 1, bias=False), gradient_as_bucket_view=True)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        other = nn.Linear(3, 1, bias=False)
+        other.load_state_dict(model.module.state_dict())
+        other_optimizer = torch.optim.AdamW(other.parameters(), lr=0.1)
+
+        def loss_of_line(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+            line: torch.Tensor = model(batch["input_ids"].to(torch.float32)).sum() * batch["factor"][0]
+            return line
+
+        addresses = []
+        for _ in range(4):
+            for m, o in ((model, optimizer), (other, other_optimizer)):
+                batches = [batch(1.0), batch(-3.0)]
+                train_step(Accelerator(cpu=True), m, o, batches, max_grad_norm=1.0, loss_fn=loss_of_line)
+            assert torch.equal(model.module.weight, other.weight)
+            gradient = model.module.weight.grad
+            assert gradient is not None and not gradient.any()
+            addresses.append(gradient.data_ptr())
+        assert len(set(addresses[1:])) == 1, "DDP makes its buckets anew once, after the first step"
+    finally:
+        dist.destroy_process_group()
