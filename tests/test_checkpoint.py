@@ -78,7 +78,9 @@ class Run:
         sizes |= {"vocab_size": 64, "decoder_start_token_id": 0, "dropout_rate": 0.0}
         self.model = T5ForConditionalGeneration(T5Config(**(sizes | (config or {}))))
         self.optimizer = build_optimizer(self.model, self.args)
-        plugin: Any = SimpleNamespace(state_dict_type="StateDictType.FULL_STATE_DICT") if full else None
+        plugin: Any = (
+            SimpleNamespace(state_dict_type="StateDictType.FULL_STATE_DICT", cpu_offload=None) if full else None
+        )
         self.accelerator: Any = OneProcess()
         strategy = Strategy(kind="single", mixed_precision="no", plugin=plugin)
         self.checkpoints = Checkpoints(self.args, self.accelerator, strategy, tokenizer)
