@@ -728,11 +728,12 @@ class MixtureSampler(Sampler):
 
     def counts(self, step: int) -> np.ndarray:
         """Examples of each source in the batches before `step`."""
-        counted, counts = self._counted if self._counted[0] <= step else (0, np.zeros_like(self._counted[1]))
-        # A second for 1e8 examples, once after a resume.
-        for begin in range(counted * self.batch_size, step * self.batch_size, 2**22):
-            sources = self._sources(begin, min(begin + 2**22, step * self.batch_size))
-            counts = counts + np.bincount(sources, minlength=len(counts))
+        counted, counts = self._counted
+        begin, end, sign = (counted, step, 1) if counted <= step else (step, counted, -1)  # workers are asked ahead
+        # A second for 1e8 examples, once after a resume; then what lies between two steps.
+        for start in range(begin * self.batch_size, end * self.batch_size, 2**22):
+            sources = self._sources(start, min(start + 2**22, end * self.batch_size))
+            counts = counts + sign * np.bincount(sources, minlength=len(counts))
         self._counted = (step, counts)
         return counts
 

@@ -284,6 +284,23 @@ def test_weights_are_met_and_follow_from_the_step() -> None:
         assert (make().counts(step) == np.bincount(drawn[: step * 8], minlength=4)).all()
 
 
+def test_an_earlier_step_costs_what_lies_between(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loader workers are asked for batches ahead of the step that the log counts."""
+    sampler = data.MixtureSampler([data.EpochOrder(9, 3), data.EpochOrder(5, 4)], [0, 9], [3.0, 1.0], 4, 3, 10)
+    forward = [sampler.counts(step).tolist() for step in range(6000)]
+    num_places, find_sources = 0, sampler._sources
+
+    def counting(start: int, end: int) -> np.ndarray:
+        nonlocal num_places
+        num_places += end - start
+        return find_sources(start, end)
+
+    monkeypatch.setattr(sampler, "_sources", counting)
+    for step in (5990, 5995, 5980, 5981):
+        assert sampler.counts(step).tolist() == forward[step]
+    assert num_places == (9 + 5 + 15 + 1) * 4
+
+
 def test_one_source_alone_is_the_step_sampler() -> None:
     mixture = data.MixtureSampler([data.EpochOrder(10, 3)], [0], [2.0], 4, 3, 10)
     plain = data.StepSampler(10, 4, 3)
