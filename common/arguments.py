@@ -463,8 +463,9 @@ def _read_preset(parser: _Parser, path: Path) -> dict[str, Any]:
         parser.source = f"{path}: key {key!r}: "
         values[key] = getattr(parser.parse_args([f"--{key}={node.value}"]), key)
         parser.source = None
-        if key.endswith(("_path", "_file")) and not Path(values[key]).exists() and (REPOSITORY / values[key]).exists():
-            values[key] = str(REPOSITORY / values[key])  # presets name the repository's files, wherever one stands
+        is_path = key.endswith(("_path", "_file", "_dataset"))  # of the repository's files, wherever one stands
+        if is_path and not Path(values[key]).exists() and (REPOSITORY / values[key]).exists():
+            values[key] = str(REPOSITORY / values[key])
     return values
 
 

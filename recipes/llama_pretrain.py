@@ -105,7 +105,7 @@ class LlamaArguments(TrainArguments):
                 "--streaming: give --validation_file (or --eval_strategy no); nothing is set aside of a stream."
             )
         self.sources = list_sources(self.train_file, self.dataset_name, self.source_weights, default=str(SAMPLE_FILE))
-        self.eval_on_start = self.eval_on_start or self.forgetting_dataset is not None
+        self.eval_on_start = self.eval_on_start or bool(self.forgetting_dataset)
 
 
 def load_data(
@@ -215,7 +215,7 @@ def main() -> None:
     log = RunLog(args, accelerator, project="llama-pretrain", run_id=checkpoints.tracker_run_id)
     banner(
         args, accelerator, strategy, model=description, sharding=describe_units(model),
-        batch=f"{plan}, {num_steps} steps", data=f"{train_data}; {len(held_out)} held-out sets",
+        batch=f"{plan}, {num_steps} steps", data=f"{train_data}; held-out sets: {len(held_out)}",
     )  # fmt: skip
     data.show_samples(accelerator, args.show_samples, train_data, tokenizer)
     train(

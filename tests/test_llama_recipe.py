@@ -2,6 +2,7 @@
 
 import json
 import math
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ SIZE = "num_hidden_layers=1,hidden_size=32,intermediate_size=64,num_attention_he
 FLAGS = [
     "--config=llama_pretrain_demo", f"--config_overrides={SIZE}", "--max_seq_length=32", "--total_batch_size=4",
     "--per_device_train_batch_size=1", "--logging_steps=1", "--eval_strategy=no", "--eval_on_start=false", "--prompt=",
-    "--warmup_steps=0", "--max_steps=9", "--validation_size=0",
+    "--warmup_steps=0", "--max_steps=9", "--validation_size=0", "--forgetting_dataset=",
 ]  # fmt: skip
 
 
@@ -143,6 +144,15 @@ def test_mistakes_in_arguments(flags: list[str], message: str) -> None:
     assert message in str(raised.value)
 
 
+def test_the_demo_measures_forgetting_wherever_one_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    recipe = load_recipe(RECIPE)
+    flags = ["--config=llama_pretrain_demo", "--eval_on_start=false"]
+    args = parse_args(recipe.LlamaArguments, flags)
+    assert args.forgetting_dataset == str(REPOSITORY / "recipes" / "samples" / "stories.jsonl") and args.eval_on_start
+    assert not parse_args(recipe.LlamaArguments, [*flags, "--forgetting_dataset="]).eval_on_start
+
+
 def test_mistakes_in_data_are_one_line(forked: ForkedParent, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("a few words")
     result = run(forked, tmp_path / "run", *FLAGS, f"--train_file={tmp_path / 'a.txt'}")
@@ -182,9 +192,23 @@ def independent_loss(model: Any, tokenizer: Any, texts: list[str], length: int) 
     return nll / count
 
 
+def documents(shared_data: Path, domain: str) -> list[str]:
+    """About 90,000 characters of real text, in documents of some paragraphs."""
+    if domain == "plays":
+        text, size = (shared_data / "shakespeare" / "input.txt").read_text(), 8
+    else:
+        with zipfile.ZipFile(shared_data / "corpora" / "state_union.zip") as archive:
+            names = ("1963-Kennedy", "1998-Clinton", "2006-GWBush")
+            text = "\n".join(archive.read(f"state_union/{name}.txt").decode("latin-1") for name in names)
+        text, size = "\n\n".join(filter(str.strip, text.splitlines())), 4
+    paragraphs = text[:90_000].split("\n\n")
+    return ["\n\n".join(paragraphs[index : index + size]) for index in range(0, len(paragraphs), size)]
+
+
 @pytest.mark.full
+@pytest.mark.parametrize("domain", ["plays", "state_union"])
 def test_real_model_goes_on_with_other_text_and_forgetting_is_reported(
-    forked: ForkedParent, shared_data: Path, tmp_path: Path
+    forked: ForkedParent, shared_data: Path, tmp_path: Path, domain: str
 ) -> None:
     folder = shared_data / "stories260K_hf"
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
@@ -193,15 +217,13 @@ def test_real_model_goes_on_with_other_text_and_forgetting_is_reported(
     stories = tokenizer.batch_decode(
         model.generate(start.repeat(12, 1), do_sample=True, max_new_tokens=150), skip_special_tokens=True
     )
-    plays = (shared_data / "shakespeare" / "input.txt").read_text()[:90_000].split("\n\n")
-    plays = ["\n\n".join(plays[index : index + 8]) for index in range(0, len(plays), 8)]
-    held_out = plays[-6:]
-    for name, texts in (("plays", plays[:-6]), ("held_out", held_out), ("stories", stories)):
-        (tmp_path / f"{name}.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    train, held_out = (texts := documents(shared_data, domain))[:-6], texts[-6:]
+    for name, each in (("train", train), ("held_out", held_out), ("stories", stories)):
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in each))
 
     flags = [
         "--config=llama_pretrain_260k", f"--model_name_or_path={folder}", "--max_seq_length=128",
-        f"--train_file={tmp_path / 'plays.jsonl'}", f"--validation_file={tmp_path / 'held_out.jsonl'}",
+        f"--train_file={tmp_path / 'train.jsonl'}", f"--validation_file={tmp_path / 'held_out.jsonl'}",
         f"--forgetting_dataset={tmp_path / 'stories.jsonl'}", "--max_new_tokens=30", "--num_train_epochs=0.75",
         "--evals_per_epoch=2", "--logging_steps=1", "--metric_for_best_model=eval_bits_per_byte",
         "--learning_rate=3e-3",
@@ -210,7 +232,7 @@ def test_real_model_goes_on_with_other_text_and_forgetting_is_reported(
     assert result.exit_code == 0, result.output
     evaluations = [line for line in lines(tmp_path / "run") if "eval_loss" in line]
     before, after = evaluations[0], evaluations[-1]
-    num_sequences = sum(len(tokenizer(text)["input_ids"]) for text in plays[:-6]) // 128
+    num_sequences = sum(len(tokenizer(text)["input_ids"]) for text in train) // 128
     num_steps = len(series(tmp_path / "run"))
     assert num_steps == pytest.approx(0.75 * num_sequences / 8, abs=2) and num_steps > 30
 
