@@ -66,6 +66,7 @@ LLAMA = Recipe(
     (
         *COMMON_FLAGS, "--config_overrides=num_hidden_layers=2,hidden_size=64,intermediate_size=128",
         "--max_seq_length=48", "--prompt=", "--learning_rate=1e-2", "--warmup_steps=0", "--eval_on_start=false",
+        "--forgetting_dataset=",
     ),
     "LlamaForCausalLM",
     "2 x LlamaDecoderLayer",
