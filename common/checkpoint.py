@@ -157,7 +157,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     """
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        version = manifest["format_version"]
+        version = int(manifest["format_version"])
         checksum = manifest.pop("checksum")
     except FileNotFoundError:
         raise Incomplete(f"it has no {MANIFEST}, so it was not written to the end, or by another program") from None

@@ -9,31 +9,50 @@ import torch
 import torch.distributed.checkpoint as dcp
 import transformers
 from accelerate import init_empty_weights
+from safetensors import SafetensorError
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation import TextStreamer
 
 from common.arguments import UserError
-from common.checkpoint import EXPECTED_WARNINGS, Checkpoint, find_checkpoint
+from common.checkpoint import EXPECTED_WARNINGS, Checkpoint, find_checkpoint, step_folders
 from common.evaluation import generation_config
 from common.launch import RunFailed
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json")
 
 
 def load(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Model, on the CPU in the type of its weights, and tokenizer of an exported folder, a checkpoint or a run.
 
-    A run's folder stands for its newest complete checkpoint. Raises `UserError` when there is nothing to load.
+    A run's folder stands for its newest complete checkpoint, or for its exported model where it saved none. Raises
+    `UserError` when there is nothing to load, or not all of it.
     """
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder; give an exported model, a checkpoint or a run.")
+    if not step_folders(folder / "checkpoints") and (folder / "model" / "config.json").is_file():
+        folder = folder / "model"
     if not (folder / "config.json").is_file():
         checkpoint = find_checkpoint(folder)
         return load_checkpoint(checkpoint), AutoTokenizer.from_pretrained(checkpoint.huggingface_folder)
+    # transformers makes an empty tokenizer out of nothing.
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        raise UserError(f"{folder}: has no tokenizer files; put the model's own there ({', '.join(TOKENIZER_FILES)}).")
     try:
         model_class = _model_class(AutoConfig.from_pretrained(folder), folder)
-        return model_class.from_pretrained(folder, dtype="auto"), AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError, RuntimeError) as error:
+        model, report = model_class.from_pretrained(folder, dtype="auto", output_loading_info=True)
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise UserError(f"{folder}: cannot be loaded: {' '.join(str(error).split())[:300]}") from error
+    if report["missing_keys"]:
+        missing = sorted(report["missing_keys"])
+        raise UserError(f"{folder}: {len(missing)} weights are missing, the first is {missing[0]}; export it again.")
+    if len(tokenizer) > model.config.vocab_size:
+        raise UserError(
+            f"{folder}: its tokenizer has {len(tokenizer)} tokens and its model {model.config.vocab_size}: put the "
+            "model's own tokenizer files into the folder."
+        )
+    return model, tokenizer
 
 
 def load_checkpoint(checkpoint: Checkpoint) -> PreTrainedModel:
@@ -69,7 +88,13 @@ def load_checkpoint(checkpoint: Checkpoint) -> PreTrainedModel:
 def _model_class(config: Any, folder: Path) -> Any:
     if not config.architectures:
         raise UserError(f"{folder / 'config.json'}: names no architecture; export the model again.")
-    return getattr(transformers, config.architectures[0])
+    name = config.architectures[0]
+    model_class = getattr(transformers, name, None)
+    if model_class is None or not model_class.can_generate():
+        raise UserError(
+            f"{folder / 'config.json'}: architecture {name} is not one of transformers that generates text."
+        )
+    return model_class
 
 
 class _Printer(TextStreamer):

@@ -112,13 +112,14 @@ def train_step(
     votes_on_host = HostValue(num_stop_votes)  # before the step's own work is queued
     # FSDP and DDP average gradients over the processes; the factor turns the average back into the sum.
     loss_scale: LossScale | None = accelerator.scaler
-    scale = accelerator.num_processes * (loss_scale.scale if loss_scale else 1.0) / num_targets.clamp(min=1)
+    factor = accelerator.num_processes * (loss_scale.scale if loss_scale else 1.0)
     loss_sum = torch.zeros((), device=accelerator.device)
     for index, batch in enumerate(micro_batches):
         batch = {key: value.to(accelerator.device, non_blocking=True) for key, value in batch.items()}
         with gradient_sync(model, is_last_micro_batch=index == len(micro_batches) - 1):
             loss = loss_fn(model, batch)
-            (loss * scale).backward()
+            # In the loss's type: a whole number on its own would make a float32 of the quotient, also in float64.
+            (loss * (factor / num_targets.clamp(min=1).to(loss.dtype))).backward()
         loss_sum = loss_sum + loss.detach()
     grad_norm = clip_grad_norm_(model, max_grad_norm, loss_scale.scale if loss_scale else 1.0, optimizer)
     is_skipped = (skip_non_finite or loss_scale is not None) and not math.isfinite(grad_norm.item())

@@ -146,11 +146,11 @@ def main() -> None:
     is_new_tokenizer = args.character_level and not args.model_name_or_path
     tokenizer = character_tokenizer(train_text + eval_text) if is_new_tokenizer else load_tokenizer(args)
     fit_config(args, config, tokenizer, args.max_seq_length, is_own_vocabulary=args.character_level)
-    if args.prompt:
-        encode(tokenizer, args.prompt, f"--prompt {args.prompt!r}")  # what cannot be answered is known before training
     checkpoints = Checkpoints(args, accelerator, strategy, tokenizer)
 
     train_data, eval_data = load_blocks(args, tokenizer, train_text, eval_text)
+    if args.prompt:
+        encode(tokenizer, args.prompt, f"--prompt {args.prompt!r}")  # what cannot be answered is known before training
     bytes_per_token = len(eval_text.encode()) / len(eval_data.tokens)
     sampler = data.StepSampler(len(train_data), plan.total, args.seed)
     eval_batches = evaluation_batches(args, accelerator, eval_data, data.collate_windows)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, GPT2Config
 
 from tests import tiny
@@ -65,6 +66,14 @@ def test_a_prompt_goes_on_as_in_training(gpt_run: tuple[Path, str], capsys: pyte
     text = texts.pop()
     assert len(text) == 41 and text[-1] == "\n"
     assert printed.endswith(f"-- answer\n{PROMPTS[0]}{text}")
+
+
+def test_a_run_without_checkpoints_stands_for_its_model(
+    gpt_run: tuple[Path, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(gpt_run[0] / "model", tmp_path / "run" / "model")
+    texts = [text_of(capsys, folder, "--prompt", "the") for folder in (tmp_path / "run", gpt_run[0])]
+    assert texts[0] == texts[1]
 
 
 def test_samples_are_those_of_the_seed(gpt_run: tuple[Path, str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -158,9 +167,32 @@ def test_folders_and_prompts_that_do_not_work(
     folder, _ = gpt_run
     (tmp_path / "broken").mkdir()
     GPT2Config(n_layer=1, architectures=["GPT2LMHeadModel"]).save_pretrained(tmp_path / "broken")
+    (tmp_path / "broken" / "tokenizer_config.json").write_text("{}")
     damaged = Path(shutil.copytree(folder / "checkpoints" / "step_00000010", tmp_path / "damaged"))
     (damaged / "manifest.json").unlink()
+    foreign = Path(shutil.copytree(folder / "checkpoints" / "step_00000010", tmp_path / "foreign"))
+    (foreign / "manifest.json").write_text('{"format_version": "new", "checksum": "x"}')
+
+    def exported(name: str, *absent: str, **config: Any) -> Path:
+        """A copy of the run's model without some files, and with another config."""
+        copy = Path(shutil.copytree(folder / "model", tmp_path / name, ignore=shutil.ignore_patterns(*absent)))
+        content = json.loads((copy / "config.json").read_text())
+        (copy / "config.json").write_text(json.dumps(content | config))
+        return copy
+
+    cut = exported("cut")
+    (cut / "model.safetensors").write_bytes((cut / "model.safetensors").read_bytes()[:5000])
+    lacking = exported("lacking")
+    weights = load_file(lacking / "model.safetensors")
+    weights.pop("transformer.h.0.mlp.c_fc.bias")
+    save_file(weights, lacking / "model.safetensors", metadata={"format": "pt"})
     for source, prompt, words in (
+        (foreign, "the", "its manifest.json is damaged"),
+        (cut, "the", "cannot be loaded"),
+        (lacking, "the", "1 weights are missing, the first is transformer.h.0.mlp.c_fc.bias"),
+        (exported("unknown", architectures=["MyGPT"]), "the", "architecture MyGPT is not one"),
+        (exported("other", architectures=["GPT2ForSequenceClassification"]), "the", "is not one of transformers that"),
+        (exported("mute", "tokenizer*", "special*"), "the", "has no tokenizer files"),
         (tmp_path, "the", "no complete checkpoint in"),
         (damaged, "the", "it has no manifest.json"),
         (tmp_path / "broken", "the", "cannot be loaded"),

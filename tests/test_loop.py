@@ -1,5 +1,6 @@
 """The loop's parts that need no launch: cadence, the logging window, steps that are left out."""
 
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -155,6 +156,18 @@ def test_a_step_that_is_left_out_counts_for_tokens_only() -> None:
     assert one.read()[0] != one.read()[0] and one.read()[1] == 5, "no loss at all"
     one.add(result(2.0, 5))
     assert one.read() == (2.0, 10)
+
+
+@pytest.mark.parametrize("num_processes", [1, 3])
+def test_the_gradient_is_in_float64_what_it_should_be(num_processes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """5 x 3 targets of each process: a factor of 3 / 45 that was rounded to float32 would show."""
+    monkeypatch.setattr(dist, "all_reduce", lambda counts: counts.mul_(num_processes))
+    accelerator: Any = SimpleNamespace(num_processes=num_processes, device=torch.device("cpu"), scaler=None)
+    model = Linear().double()
+    optimizer = torch.optim.AdamW(model.parameters())
+    result = train_step(accelerator, model, optimizer, [batch(1.0)] * 5, max_grad_norm=1e9, loss_fn=loss_of)
+    of_this_process = 5 * math.sqrt(1 + 4 + 9) / 15  # the average over the processes comes after it
+    assert result.grad_norm.item() == pytest.approx(of_this_process, rel=1e-14)
 
 
 def test_ddp_accumulates_into_its_buckets(tmp_path: Path) -> None:

@@ -60,6 +60,8 @@ def test_ranks(env: dict[str, str], expected: tuple[str, ...], node_file: Path) 
     ("env", "words"),
     [
         ({}, "start this script with mpiexec"),
+        ({"PMI_RANK": "3", "PMI_SIZE": "2"}, "rank 3 of 2 processes"),
+        ({"PMI_RANK": "0", "PMI_SIZE": "two"}, "rank 0 of two processes"),
         ({"PMI_RANK": "0", "PMI_SIZE": "3", "PBS_NODEFILE": "{nodes}"}, "3 processes do not divide evenly among the 2"),
     ],
 )

@@ -22,6 +22,14 @@ if [ -z "$RANK" ] || [ -z "$WORLD_SIZE" ]; then
     echo "error: no rank and size in OMPI_COMM_WORLD_*, PMI_* or MV2_*: start this script with mpiexec." >&2
     exit 2
 fi
+if ! [[ $RANK =~ ^[0-9]+$ && $WORLD_SIZE =~ ^[0-9]+$ ]] || ((RANK >= WORLD_SIZE)); then
+    echo "error: the environment says rank $RANK of $WORLD_SIZE processes: start this script with mpiexec." >&2
+    exit 2
+fi
+if (($# < 4)); then
+    echo "error: usage: rank.sh MASTER_ADDR MASTER_PORT YAML COMMAND [ARGUMENT ...]" >&2
+    exit 2
+fi
 if [ -z "$LOCAL_RANK" ] || [ -z "$LOCAL_WORLD_SIZE" ]; then
     # Hosts have equally many processes, and neighbouring ranks share one.
     hosts=1
