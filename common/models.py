@@ -5,6 +5,7 @@ import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -296,6 +297,18 @@ def load_model(
     if args.model_config_path:
         return model, InitSource(model, calls, args.seed)
     assert args.model_name_or_path is not None
+    if args.config_overrides:
+        as_it_is = replace(args, config_overrides=None)
+        with init_empty_weights(include_buffers=False):
+            own = _build(as_it_is, load_config(as_it_is), auto_class)
+        own.tie_weights()
+        kept = {name for name, _ in model.named_parameters()}
+        if dropped := [name for name, _ in own.named_parameters() if name not in kept]:
+            raise UserError(
+                f"--config_overrides {args.config_overrides!r}: {len(dropped)} weights of {args.model_name_or_path} "
+                f"would have no place in the model, the first is {dropped[0]}; drop the override, or train from random "
+                "weights (--model_config_path)."
+            )
     folder = fetch(args.model_name_or_path, "model", ["*.json", "*.safetensors"])
     if not list(folder.glob("*.safetensors")):
         folder = fetch(args.model_name_or_path, "model", ["*.json", "*.bin"])
