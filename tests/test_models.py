@@ -362,9 +362,7 @@ def test_persistent_buffers_get_the_checkpoints_values(folder: Path) -> None:
 def test_an_override_that_drops_weights_is_refused(folder: Path, accelerator: Accelerator) -> None:
     llama().save_pretrained(folder)
     args = arguments(folder, config_overrides="num_hidden_layers=1")
-    with pytest.raises(
-        UserError, match=r"num_hidden_layers=1': 9 weights of .* the first is model\.layers\.1\."
-    ):
+    with pytest.raises(UserError, match=r"num_hidden_layers=1': 9 weights of .* the first is model\.layers\.1\."):
         load_model(args, load_config(args), AutoModelForCausalLM, accelerator)
     args = arguments(folder, config_overrides="attention_dropout=0.5")
     assert load_model(args, load_config(args), AutoModelForCausalLM, accelerator)[0].config.attention_dropout == 0.5
