@@ -19,7 +19,7 @@ from common.checkpoint import EXPECTED_WARNINGS, Checkpoint, find_checkpoint, st
 from common.evaluation import generation_config
 from common.launch import RunFailed
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json")
+ANY_TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json")
 
 
 def load(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -36,8 +36,8 @@ def load(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         checkpoint = find_checkpoint(folder)
         return load_checkpoint(checkpoint), AutoTokenizer.from_pretrained(checkpoint.huggingface_folder)
     # transformers makes an empty tokenizer out of nothing.
-    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
-        raise UserError(f"{folder}: has no tokenizer files; put the model's own there ({', '.join(TOKENIZER_FILES)}).")
+    if not any((folder / name).is_file() for name in ANY_TOKENIZER):
+        raise UserError(f"{folder}: has no tokenizer files; put the model's own there ({', '.join(ANY_TOKENIZER)}).")
     try:
         model_class = _model_class(AutoConfig.from_pretrained(folder), folder)
         model, report = model_class.from_pretrained(folder, dtype="auto", output_loading_info=True)

@@ -57,9 +57,13 @@ class WeightSource:
                     f"{index}: no readable index of weights: {_one_line(error)}; download it again."
                 ) from error
         stored: dict[str, Path] = {}
+        shapes: dict[str, tuple[int, ...]] = {}
         for name in names:
             try:
-                stored |= dict.fromkeys(safe_open(name, framework="pt").keys(), name)
+                file = safe_open(name, framework="pt")
+                keys = file.keys()
+                stored |= dict.fromkeys(keys, name)
+                shapes |= {key: tuple(file.get_slice(key).get_shape()) for key in keys}
             except SafetensorError as error:
                 raise UserError(
                     f"{name}: no readable weights: {_one_line(error)}; download the file again (is it cut short, or a "
@@ -77,11 +81,9 @@ class WeightSource:
             # Of tied parameters one name is stored.
             aliases = [name, ties.get(name, name)] + [key for key, source in ties.items() if source == name]
             key = find(*aliases)
-            if key is None:
+            if key is None or shapes[key] != tuple(parameter.shape):
                 raise KeyError(name)
             self._where[name] = (stored[key], key)
-            if tuple(self.read(name).get_shape()) != tuple(parameter.shape):
-                raise KeyError(name)
         # Buffers are small and on no meta device: they get their values here.
         persistent = model.state_dict().keys()
         for name, buffer in model.named_buffers():

@@ -45,6 +45,7 @@ from common.documents import (
     is_held_out,
     read_pieces,
 )
+from common.files import write_text
 
 FORMAT_VERSION = 1
 NO_TEXT, REST = "documents without text", "tokens at the end that fill no sequence"
@@ -367,9 +368,7 @@ def _check_enough(reports: dict[str, Report], splits: Mapping[str, list[Path]], 
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(content, indent=1) + "\n")
-    temporary.replace(path)
+    write_text(path, json.dumps(content, indent=1) + "\n")
 
 
 def read_report(folder: Path) -> dict[str, Any]:

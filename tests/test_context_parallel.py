@@ -116,7 +116,7 @@ def test_attention_of_all_slices_is_that_of_the_sequence(
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="the flash kernel needs a GPU")
+@pytest.mark.gpu  # the flash kernel
 @pytest.mark.parametrize("num_key_heads", [4, 2])
 def test_the_kernel_sees_the_same_past(num_key_heads: int) -> None:
     query = torch.randn(1, 4, 64, 64, device="cuda", dtype=torch.bfloat16)
