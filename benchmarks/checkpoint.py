@@ -12,6 +12,7 @@ resumes from the last checkpoint, and its next losses must be equal. Prints a ta
 - async: what training waits in the call; by how much the next steps, while it is written, are slower than the median
   step before; how long the end of the run would wait for the rest. The first save and the second.
 - --one_at_a_time: each save is deleted before the next, for a disk that holds one, and there is one asynchronous save.
+- --without_sync: no synchronous save, which takes its time.
 - resume: finding the checkpoint and comparing all checksums; loading into a fresh model. The files are in the page
   cache where they fit into memory.
 """
@@ -61,6 +62,7 @@ def main() -> None:
     parser.add_argument("--num_processes", default="4")
     parser.add_argument("--output", required=True, type=Path, help="on the disk that is measured; needs 2 checkpoints")
     parser.add_argument("--one_at_a_time", action="store_true", help="never two checkpoints on the disk")
+    parser.add_argument("--without_sync", action="store_true", help="asynchronous saves alone")
     parser.add_argument("--seq_length", default="2048")
     args = parser.parse_args()
     shutil.rmtree(args.output, ignore_errors=True)
@@ -78,6 +80,7 @@ def main() -> None:
         "deterministic": True,
         "results": str(args.output),
         "one_at_a_time": args.one_at_a_time,
+        "without_sync": args.without_sync,
     }
     (args.output / "preset.yaml").write_text("\n".join(f"{key}: {value}" for key, value in preset.items()))
     config = REPOSITORY / "accelerate_configs" / f"{args.config}.yaml"
@@ -115,6 +118,7 @@ def worker() -> None:
         seq_length: int = arg(2048, "Tokens of an example.")
         results: str = arg("", "Folder of the results.")
         one_at_a_time: bool = arg(False, "Delete each save before the next.")
+        without_sync: bool = arg(False, "Asynchronous saves alone.")
 
     args = parse_args(BenchmarkArguments)
     accelerator, strategy = build_accelerator(args)
@@ -201,19 +205,20 @@ def worker() -> None:
     else:
         checkpoints.start(model, optimizer, plan, dataset, None, num_steps=10**6, num_saves=num_saves)
         step_seconds = statistics.median(train(0, 8)[0][3:])
-        seconds = save(checkpoints, 8)
-        folder = checkpoints.folder / "step_00000008"
-        num_bytes = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-        share = num_bytes // accelerator.num_processes
-        share = min(share, MOST_WRITTEN)
-        disk_seconds = timed(lambda: write_and_flush(Path(args.results) / f"disk_{accelerator.process_index}", share))
         hardware = torch.cuda.get_device_name() if is_cuda else "CPU"
         results["hardware"] = f"{accelerator.num_processes} x {hardware}, torch {torch.__version__}"
-        results["checkpoint, GB"] = num_bytes / 1e9
         results["step, s"] = step_seconds
-        results["disk, GB/s"] = share * accelerator.num_processes / disk_seconds / 1e9
-        results["sync: save, s"] = seconds
-        results["sync: save, GB/s"] = num_bytes / seconds / 1e9
+        if not args.without_sync:
+            seconds = save(checkpoints, 8)
+            folder = checkpoints.folder / "step_00000008"
+            num_bytes = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+            share = min(num_bytes // accelerator.num_processes, MOST_WRITTEN)
+            path = Path(args.results) / f"disk_{accelerator.process_index}"
+            disk_seconds = timed(lambda: write_and_flush(path, share))
+            results["checkpoint, GB"] = num_bytes / 1e9
+            results["disk, GB/s"] = share * accelerator.num_processes / disk_seconds / 1e9
+            results["sync: save, s"] = seconds
+            results["sync: save, GB/s"] = num_bytes / seconds / 1e9
         asynchronous = Checkpoints(replace(args, async_save=True), accelerator, strategy, tokenizer)
         results["async: preparation at the start, s"] = timed(
             lambda: asynchronous.start(model, optimizer, plan, dataset, None, num_steps=10**6, num_saves=num_saves)

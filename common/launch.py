@@ -413,6 +413,9 @@ def _set_up_process(args: TrainArguments, accelerator: Accelerator, strategy: St
     if args.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
+        # It would fill every new tensor with NaN, also the buffers that an asynchronous checkpoint is copied into:
+        # seconds of waiting, for values that nobody reads.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 RUN_FILES = ("config.yaml", "metrics.jsonl", "checkpoints", "model", "best", "report.html")

@@ -31,6 +31,12 @@ def build_optimizer(model: nn.Module, args: OptimizerArguments) -> torch.optim.O
                 (plain if is_norm or is_bias else decayed).append(parameter)
     groups = [{"params": decayed, "weight_decay": args.weight_decay}, {"params": plain, "weight_decay": 0.0}]
     groups = [group for group in groups if group["params"]]
+    optimizer = _make_optimizer(model, groups, args)
+    _scale_fp8_weights_together(model, optimizer)
+    return optimizer
+
+
+def _make_optimizer(model: nn.Module, groups: list[dict[str, Any]], args: OptimizerArguments) -> torch.optim.Optimizer:
     if args.optim == "adafactor":
         if any(isinstance(module, nn.Linear) and module.weight.dim() < 2 for module in model.modules()):
             raise UserError(
@@ -45,8 +51,27 @@ def build_optimizer(model: nn.Module, args: OptimizerArguments) -> torch.optim.O
         lr=args.learning_rate,
         betas=(args.adam_beta1, args.adam_beta2),
         eps=args.adam_epsilon,
-        fused=next(iter(seen)).device.type == "cuda",
+        fused=groups[0]["params"][0].device.type == "cuda",
     )
+
+
+def _scale_fp8_weights_together(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Where weights are gathered in fp8: after an update the scales of all of them, by one reduction over processes.
+
+    Without it torchao finds a weight's scale each time it is gathered, by a reduction of its own.
+    """
+    if not any(
+        getattr(getattr(module, "config", None), "enable_fsdp_float8_all_gather", False) for module in model.modules()
+    ):
+        return
+    from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
+
+    def scale(*_: Any) -> None:
+        # A step of rate 0 makes the state that a checkpoint is loaded into: the weights are loaded after it.
+        if any(group["lr"] for group in optimizer.param_groups):
+            precompute_float8_dynamic_scale_for_fsdp(model)
+
+    optimizer.register_step_post_hook(scale)
 
 
 class _Adafactor(torch.optim.Adafactor):

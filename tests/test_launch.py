@@ -278,6 +278,18 @@ def test_the_update_in_host_memory_uses_all_cores(
         torch.set_num_threads(before)
 
 
+def test_deterministic_runs_do_not_fill_new_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    accelerator: Any = SimpleNamespace(is_local_main_process=True, device=torch.device("cpu"))
+    try:
+        launch._set_up_process(TrainArguments(deterministic=True), accelerator, Strategy("fsdp2", "bf16"))
+        assert torch.are_deterministic_algorithms_enabled()
+        assert not torch.empty(1000).isnan().all()
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def test_the_banner_is_shown_once_and_names_what_is_in_effect(forked: ForkedParent, tmp_path: Path) -> None:
     result = start(forked, "banner", tmp_path / "run", config="fsdp_full_shard", launcher_flags=())
     assert result.exit_code == 0, result.output

@@ -5,13 +5,16 @@ import math
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -301,3 +304,40 @@ def test_adafactor_is_refused_under_fsdp1(forked: ForkedParent, tmp_path: Path) 
 if __name__ == "__main__":
     assert "RANK" in os.environ
     run(main)
+
+
+@pytest.mark.gpu
+def test_fp8_scales_found_together_are_those_found_at_each_gather(tmp_path: Path) -> None:
+    torchao = pytest.importorskip("torchao.float8")
+    torch.cuda.set_device(0)
+    dist.init_process_group("nccl", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        losses: dict[bool, list[float]] = {}
+        for together in (True, False):
+            torch.manual_seed(0)
+            model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(3))).cuda()
+            torchao.convert_to_float8_training(
+                model, config=torchao.Float8LinearConfig(enable_fsdp_float8_all_gather=True)
+            )
+            for block in model:
+                fully_shard(block, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+            fully_shard(model)
+            optimizer = build_optimizer(model, OptimizerArguments(learning_rate=0.1))
+            inputs = torch.randn(32, 64, device="cuda", dtype=torch.bfloat16)
+            losses[together] = []
+            for step in range(5):
+                for group in optimizer.param_groups:
+                    group["lr"] = 0.1 if step else 0.0  # of rate 0 no weight changes
+                weights: list[Any] = [cast(DTensor, block.weight).to_local() for block in model]
+                for weight in weights:
+                    assert (weight._precomputed_scale is not None) == (step > 1)
+                    if not together:
+                        weight._precomputed_scale = None
+                loss = model(inputs).float().square().mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses[together].append(loss.item())
+        assert losses[True] == losses[False] and len(set(losses[True])) == 4
+    finally:
+        dist.destroy_process_group()
