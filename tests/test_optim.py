@@ -328,7 +328,7 @@ def test_fp8_scales_found_together_are_those_found_at_each_gather(tmp_path: Path
             for step in range(5):
                 for group in optimizer.param_groups:
                     group["lr"] = 0.1 if step else 0.0  # of rate 0 no weight changes
-                weights: list[Any] = [cast(DTensor, block.weight).to_local() for block in model]
+                weights: list[Any] = [cast(DTensor, block.weight)._local_tensor for block in model]
                 for weight in weights:
                     assert (weight._precomputed_scale is not None) == (step > 1)
                     if not together:
