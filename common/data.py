@@ -528,6 +528,7 @@ def _fingerprint(dataset: Dataset, function: Callable[..., Any], *settings: Any)
         if isinstance(content, PreTrainedTokenizerBase) and content.is_fast:
             # Without what a call leaves behind in it: the first process has used it, the others have not yet.
             content = json.loads(content.backend_tokenizer.to_str()) | {"truncation": None, "padding": None}
+            content = json.dumps(content)  # the hasher would pickle each token and merge: seconds for 128,000 tokens
         hasher.update((name, content))
     return hasher.hexdigest()
 
