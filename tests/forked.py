@@ -61,6 +61,7 @@ PRELOADED = [
     "transformers.models.t5.modeling_t5",
     "transformers.models.t5.tokenization_t5",
     "datasets",
+    "datasets.packaged_modules.generator.generator",
     "evaluate",
     "rouge_score.rouge_scorer",
     "wandb",
@@ -212,6 +213,9 @@ def _preload() -> None:
         # A module that cannot be imported: the recipe that needs it says so itself.
         with contextlib.suppress(Exception):
             importlib.import_module(module.name)
+    # A table of all architectures, which each rank would compile for itself when it saves or loads a model.
+    get_conversions = importlib.import_module("transformers.conversion_mapping").get_checkpoint_conversion_mapping
+    get_conversions("t5")
     assert threading.active_count() == 1, f"a library has started threads: {threading.enumerate()}"
     gc.collect()
     gc.freeze()  # a collection in a child would copy every page
