@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib.util
+import itertools
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -162,19 +163,6 @@ LAYOUTS = [
         flags=("--blocks_per_unit=2",),
     ),
 ]
-# What `make test` runs of them: each YAML once with several processes (the compiled one with the GPT, whose blocks are
-# of one kind), and the edit that changes what a step does most.
-QUICK = [
-    layout
-    for layout in LAYOUTS
-    if layout.num_processes > 1
-    and layout.per_device != 1
-    and layout.config != "fsdp_full_shard_compile"
-    and not layout.flags
-    and (
-        not layout.edits or layout == Layout("fsdp_full_shard", 2, 4, edits=(("fsdp_activation_checkpointing", True),))
-    )
-]
 BY_SIZE = (("fsdp_auto_wrap_policy", "SIZE_BASED_WRAP"), ("fsdp_min_num_params", 100_000))
 # Wrapping by size and context parallelism are for causal models only.
 CONTEXT_LAYOUTS = [
@@ -190,23 +178,41 @@ CAUSAL_LAYOUTS = [
     Layout("fsdp_full_shard", 2, 2, "by size", edits=BY_SIZE),
     Layout("fsdp1_full_shard", 2, 2, "by size", edits=BY_SIZE),
 ]
-CAUSAL_QUICK = [
-    Layout("fsdp_full_shard", 2, 4),
-    Layout("fsdp_full_shard_compile", 2, 4),
-    CONTEXT_LAYOUTS[0],
-    Layout("fsdp1_full_shard", 2, 2),
-    CAUSAL_LAYOUTS[-2],
-]
 # Packed without masks between the documents, which slices do not have.
 PLAIN_LLAMA = replace(LLAMA, flags=(*LLAMA.flags, "--document_masking=false", "--max_seq_length=46"))
-LLAMA_QUICK = [Layout("fsdp_full_shard", 2, 4), Layout("fsdp1_full_shard", 2, 2)]
+# What `make test` runs of them: each YAML once with several processes, FSDP1 and FSDP2 by block with every recipe, and
+# the edits that change what a step does most. The compiled one has the GPT, whose blocks are of one kind.
+QUICK = {
+    T5: [
+        Layout("ddp", 2, 2, "none"),
+        Layout("fsdp_full_shard", 2, 4),
+        Layout("fsdp1_full_shard", 2, 2),
+        Layout("fsdp_full_shard", 2, 4, edits=(("fsdp_activation_checkpointing", True),)),
+    ],
+    GPT: [
+        Layout("fsdp_hybrid_shard", 4, 2),
+        Layout("fsdp_full_shard_compile", 2, 4),
+        CONTEXT_LAYOUTS[0],
+        Layout("fsdp1_shard_grad_op", 2, 4),
+        Layout("fsdp1_no_shard", 2, 4),
+        Layout("fsdp1_hybrid_shard", 4, 2),
+        Layout("fsdp_full_shard", 2, 2, "by size", edits=BY_SIZE),
+    ],
+    LLAMA: [
+        Layout("fsdp_shard_grad_op", 2, 2),
+        Layout("fsdp_full_shard_offload", 2, 2),
+        Layout("fsdp1_hybrid_shard_zero2", 4, 2),
+    ],
+}
 CASES = [
-    *((T5, layout, layout in QUICK) for layout in LAYOUTS),
-    *((GPT, layout, layout in CAUSAL_QUICK) for layout in CAUSAL_LAYOUTS),
-    *((LLAMA, layout, layout in LLAMA_QUICK) for layout in LAYOUTS),
-    *((PLAIN_LLAMA, layout, False) for layout in CONTEXT_LAYOUTS),
+    *((T5, layout) for layout in LAYOUTS),
+    *((GPT, layout) for layout in CAUSAL_LAYOUTS),
+    *((LLAMA, layout) for layout in LAYOUTS),
+    *((PLAIN_LLAMA, layout) for layout in CONTEXT_LAYOUTS),
 ]
 FIRST_STEP = ("ddp", "fsdp_full_shard", "fsdp_shard_grad_op", "fsdp1_full_shard")
+# In `make test` the GPT has one strategy: what is float32 in the others is the same code as with T5.
+QUICK_FIRST_STEP = [*((T5, config) for config in FIRST_STEP), (GPT, "fsdp_full_shard")]
 
 
 @dataclass
@@ -260,8 +266,13 @@ def references(forked: ForkedParent, tmp_path_factory: pytest.TempPathFactory) -
 @pytest.mark.parametrize(
     ("recipe", "layout"),
     [
-        pytest.param(recipe, layout, marks=() if is_quick else pytest.mark.full, id=f"{recipe.script[:3]}-{layout}")
-        for recipe, layout, is_quick in CASES
+        pytest.param(
+            recipe,
+            layout,
+            marks=() if layout in QUICK.get(recipe, []) else pytest.mark.full,
+            id=f"{recipe.script[:3]}-{layout}",
+        )
+        for recipe, layout in CASES
     ],
 )
 def test_float64_series_and_weights_agree(
@@ -290,8 +301,14 @@ def test_the_reference_learns(recipe: Recipe, references: References) -> None:
     assert reference.grad_norm.min() > 0
 
 
-@pytest.mark.parametrize("config", FIRST_STEP)
-@pytest.mark.parametrize("recipe", [T5, GPT], ids=lambda recipe: recipe.script)
+@pytest.mark.parametrize(
+    ("recipe", "config"),
+    [
+        pytest.param(recipe, config, marks=() if (recipe, config) in QUICK_FIRST_STEP else pytest.mark.full)
+        for recipe, config in itertools.product([T5, GPT], FIRST_STEP)
+    ],
+    ids=lambda value: value.script if isinstance(value, Recipe) else value,
+)
 def test_float32_first_step_agrees(
     recipe: Recipe, config: str, references: References, forked: ForkedParent, tmp_path: Path
 ) -> None:
@@ -303,7 +320,10 @@ def test_float32_first_step_agrees(
 
 def test_every_yaml_is_compared() -> None:
     shipped = {file.stem for file in (REPOSITORY / "accelerate_configs").glob("*.yaml")}
-    assert {layout.config for layout in [*QUICK, *CAUSAL_QUICK]} | {"single_device", "fsdp_fp8"} == shipped
+    quick = [(recipe, layout) for recipe, layouts in QUICK.items() for layout in layouts]
+    assert set(quick) <= set(CASES)
+    compared = {layout.config for _, layout in quick if layout.num_processes > 1 and not layout.edits}
+    assert compared | {"single_device", "fsdp_fp8"} == shipped
 
 
 def test_fp8_is_refused_with_the_reason(forked: ForkedParent, tmp_path: Path) -> None:
