@@ -19,7 +19,7 @@ Layout = tuple[str, int]
 
 KINDS = ["ddp", "fsdp1_full_shard", "fsdp_full_shard", "fsdp_shard_grad_op"]
 LAYOUTS: list[Layout] = [*itertools.product(KINDS, [1, 2, 4]), ("fsdp_hybrid_shard", 4)]
-SEGMENT = 10  # steps between two changes of the layout: nearly two epochs
+SEGMENT = 6  # steps between two changes of the layout: an epoch ends in each
 
 
 def yaml_of(config: str, folder: Path) -> str | Path:
@@ -172,7 +172,7 @@ def test_the_chain_covers_every_layout() -> None:
 def test_every_layout_resumes_into_another(
     reference: dict[int, tuple[float, ...]], forked: ForkedParent, tmp_path: Path
 ) -> None:
-    """One run that changes its layout every ten steps, through full and sharded checkpoints."""
+    """One run that changes its layout every six steps, through full and sharded checkpoints."""
     follow(CHAIN, reference, forked, tmp_path)
 
 
@@ -222,7 +222,7 @@ def test_state_of_the_other_optimizers_moves_to_another_layout(
 
 @pytest.fixture(scope="module")
 def sources(forked: ForkedParent, tmp_path_factory: pytest.TempPathFactory) -> dict[Layout, Path]:
-    """A run of ten steps in each layout."""
+    """A run of so many steps in each layout."""
     folder = tmp_path_factory.mktemp("sources")
     for layout in LAYOUTS:
         continue_run(forked, layout, folder / f"{layout[0]}_{layout[1]}", SEGMENT, None)
