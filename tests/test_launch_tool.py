@@ -18,6 +18,7 @@ import torch
 
 from tests.conftest import REPOSITORY
 from tests.forked import CONFIGS, ForkedParent, Handle
+from tests.test_forked import ACCELERATE_LAUNCH
 from tools import launch
 
 TOOL = REPOSITORY / "tools" / "launch.py"
@@ -127,7 +128,7 @@ def test_signal_is_handed_on_once_and_the_save_waited_for(
     forked: ForkedParent, tmp_path: Path, config: str, signum: signal.Signals
 ) -> None:
     num_workers = 1 if config == "single_device" else 2
-    handle = start(forked, config, worker(tmp_path, SAVE), "3", "0.5")
+    handle = start(forked, config, worker(tmp_path, SAVE), "1.5", "0.3")
     wait_until_ready(handle, num_workers)
     handle.send_signal(signal.SIGUSR1)  # ignored
     os.killpg(handle.pids[0], signum)  # as a terminal does it: to the launcher's whole process group
@@ -136,6 +137,20 @@ def test_signal_is_handed_on_once_and_the_save_waited_for(
     assert result.exit_code == 75, result.output
     events = [f"rank {rank}: {event}" for rank in range(num_workers) for event in ("signal 15", "saved")]
     assert sorted(result.output.splitlines()) == sorted(["ready"] * num_workers + events)
+
+
+def test_the_save_after_sigterm_to_accelerate_s_own_launcher(forked: ForkedParent, tmp_path: Path) -> None:
+    """Torch's agent gives the workers 30 seconds, of which this save takes a part, and knows one exit code."""
+    launcher = tmp_path / "launcher.py"
+    launcher.write_text(textwrap.dedent(ACCELERATE_LAUNCH))
+    script = worker(tmp_path, SAVE)
+    handle = forked.start(launcher, *command("ddp", script, "1.5", "0.3"), config="single_device")
+    wait_until_ready(handle, 2)
+    os.kill(handle.pids[0], signal.SIGTERM)
+    result = handle.wait(60)
+    assert result.exit_code == 1, result.output
+    for rank in range(2):
+        assert f"rank {rank}: signal 15\n" in result.output and f"rank {rank}: saved\n" in result.output, result.output
 
 
 def test_second_signal_kills_at_once(forked: ForkedParent, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Bad input through the real recipe under two processes: one line, exit code 2, nothing written, nothing lost."""
 
 import json
+import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -223,6 +224,7 @@ def test_two_runs_do_not_share_a_folder(forked: ForkedParent, tmp_path: Path) ->
     while not (output / "config.yaml").exists():
         assert time.monotonic() < deadline, first.output
         time.sleep(0.1)
+    first.send_signal(signal.SIGSTOP)  # it need not compute while the second waits for it
     second = start(forked, *options, "--overwrite_output_dir")
     first.kill()
     assert second.exit_code == 2 and "another run is writing to it" in second.output, second.output
