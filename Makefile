@@ -5,7 +5,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install --constraint constraints.txt
-PYTEST := $(BIN)/python -m pytest --numprocesses=2 --dist=loadfile
+# Three workers keep two cores busy: a third of a worker's time goes into waiting.
+PYTEST := $(BIN)/python -m pytest --numprocesses=3 --dist=loadfile
 
 CONFIG ?= fsdp_full_shard
 PRESET ?=
