@@ -125,7 +125,6 @@ def estimate(size: ModelSize, layout: Layout, types: Types) -> Estimate:
     AdamW and Adadelta keep two numbers of the parameters' type for each, Adafactor rows and columns (counted as none).
     Gathered, with FSDP: what is outside the blocks; two blocks, the one in use and the next; and the gradient of one
     before it is summed, in the compute type and in that of the sum. Without FSDP: autocast's copy of every weight.
-    Not counted: DDP's buckets, which are gradients of their own in a step of several micro-batches.
     """
     local = size.per_device(layout.num_shards)
     num_moments = {"adamw": 2, "adadelta": 2, "adafactor": 0}[types.optim]
