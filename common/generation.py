@@ -18,8 +18,7 @@ from common.arguments import UserError
 from common.checkpoint import EXPECTED_WARNINGS, Checkpoint, find_checkpoint, step_folders
 from common.evaluation import generation_config
 from common.launch import RunFailed
-
-ANY_TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json")
+from common.models import read_tokenizer
 
 
 def load(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -35,13 +34,10 @@ def load(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     if not (folder / "config.json").is_file():
         checkpoint = find_checkpoint(folder)
         return load_checkpoint(checkpoint), AutoTokenizer.from_pretrained(checkpoint.huggingface_folder)
-    # transformers makes an empty tokenizer out of nothing.
-    if not any((folder / name).is_file() for name in ANY_TOKENIZER):
-        raise UserError(f"{folder}: has no tokenizer files; put the model's own there ({', '.join(ANY_TOKENIZER)}).")
     try:
         model_class = _model_class(AutoConfig.from_pretrained(folder), folder)
         model, report = model_class.from_pretrained(folder, dtype="auto", output_loading_info=True)
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+        tokenizer = read_tokenizer(folder)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise UserError(f"{folder}: cannot be loaded: {' '.join(str(error).split())[:300]}") from error
     if report["missing_keys"]:

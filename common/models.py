@@ -155,12 +155,23 @@ def load_tokenizer(args: ModelArguments) -> PreTrainedTokenizerBase:
         raise UserError("--tokenizer_name_or_path is needed with --model_config_path: a config has no tokenizer.")
     folder = fetch(source, "tokenizer", TOKENIZER_FILES)
     try:
-        return AutoTokenizer.from_pretrained(folder)
+        return read_tokenizer(folder)
     except (OSError, ValueError) as error:
         raise UserError(
             f"tokenizer {source}: cannot be loaded: {_one_line(error)} Give the folder or hub id of one with "
             "--tokenizer_name_or_path."
         ) from error
+
+
+def read_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    """The folder's tokenizer; raises `OSError` or `ValueError`, also where transformers makes one without words."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    # Of a config alone: its special tokens, and T5's mark of a word's beginning.
+    if set(tokenizer.get_vocab()) <= {*tokenizer.all_special_tokens, "\N{LOWER ONE EIGHTH BLOCK}"}:
+        raise ValueError(
+            "it has no vocabulary: put the model's own tokenizer files (tokenizer.json or the like) there."
+        )
+    return tokenizer
 
 
 def load_config(args: ModelArguments) -> Any:

@@ -192,7 +192,7 @@ def test_folders_and_prompts_that_do_not_work(
         (lacking, "the", "1 weights are missing, the first is transformer.h.0.mlp.c_fc.bias"),
         (exported("unknown", architectures=["MyGPT"]), "the", "architecture MyGPT is not one"),
         (exported("other", architectures=["GPT2ForSequenceClassification"]), "the", "is not one of transformers that"),
-        (exported("mute", "tokenizer*", "special*"), "the", "has no tokenizer files"),
+        (exported("mute", "tokenizer*", "special*"), "the", "it has no vocabulary"),
         (tmp_path, "the", "no complete checkpoint in"),
         (damaged, "the", "it has no manifest.json"),
         (tmp_path / "broken", "the", "cannot be loaded"),

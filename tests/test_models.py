@@ -474,6 +474,13 @@ def test_tokenizers(folder: Path) -> None:
         load_tokenizer(TrainArguments(model_config_path=str(T5_DEMO)))
 
 
+@pytest.mark.parametrize("model_type", ["gpt2", "t5"])
+def test_a_tokenizer_made_of_a_config_alone_is_refused(model_type: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    with pytest.raises(UserError, match="cannot be loaded: it has no vocabulary: .*--tokenizer_name_or_path"):
+        load_tokenizer(TrainArguments(tokenizer_name_or_path=str(tmp_path)))
+
+
 def test_overrides_of_the_tokenizer(folder: Path) -> None:
     args = arguments(folder, tokenizer_name_or_path=str(TOKENIZER))
     assert load_tokenizer(args)("Boil").input_ids
