@@ -22,31 +22,13 @@ from typing import Any
 import yaml
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from throughput import CONFIGS, REPOSITORY, run_recipe, run_until  # type: ignore[import-not-found]
+from techniques import SAMPLE_TOKENIZER, SAMPLES, SHAPES, run_setup  # type: ignore[import-not-found]
+from throughput import CONFIGS, REPOSITORY, run_until  # type: ignore[import-not-found]
 
-TOKENIZER = REPOSITORY / "recipes" / "samples" / "tokenizer"
-TEXT = REPOSITORY / "recipes" / "samples" / "wikihow_articles.csv"
+TEXT = SAMPLES / "wikihow_articles.csv"
 SEQUENCE_LENGTH = 8192
 WORKER = "COMPARE_BENCHMARK_WORKER"  # in the environment of the Trainer's processes: where its metrics go
-COMPILED = {"dynamo_config": {"dynamo_backend": "INDUCTOR", "dynamo_use_regional_compilation": True}}
-FP8 = {
-    "mixed_precision": "fp8",
-    "fp8_config": {"fp8_backend": "AO", "fp8_enable_fsdp_float8_all_gather": True, "fp8_pad_inner_dim": True},
-}
-# name -> (edits of fsdp_full_shard.yaml, flags of the recipe)
-OURS: dict[str, tuple[dict[str, Any], list[str]]] = {
-    "ours_eager": ({}, []),
-    "ours": (COMPILED, []),
-    "ours_bf16_reduce": (COMPILED, ["--reduce_dtype=bf16"]),
-    "ours_kept": (COMPILED | {"fsdp_reshard_after_forward": False}, []),
-    "ours_kept_bf16_reduce": (COMPILED | {"fsdp_reshard_after_forward": False}, ["--reduce_dtype=bf16"]),
-    "ours_chunked_loss": (COMPILED, ["--loss_chunk_tokens=2048"]),
-    "ours_2_blocks": (COMPILED, ["--blocks_per_unit=2"]),
-    "ours_selective": (COMPILED | {"fsdp_activation_checkpointing": True}, ["--recompute_matmuls=2"]),
-    "ours_selective_4": (COMPILED | {"fsdp_activation_checkpointing": True}, ["--recompute_matmuls=4"]),
-    "ours_fp8": (COMPILED | FP8, ["--reduce_dtype=bf16"]),
-    "ours_fp8_kept": (COMPILED | FP8 | {"fsdp_reshard_after_forward": False}, ["--reduce_dtype=bf16"]),
-}
+OURS = SHAPES["llama3_8b"].setups
 TITAN = {
     "titan": ["--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=op"],
     "titan_no_checkpointing": ["--activation_checkpoint.mode=none"],
@@ -110,18 +92,8 @@ def flops_per_token() -> float:
 
 
 def run_ours(name: str, args: argparse.Namespace) -> "list[dict[str, float]] | str":
-    edits, flags = OURS[name]
-    config = yaml.safe_load((CONFIGS / "fsdp_full_shard.yaml").read_text())
-    for key, value in edits.items():
-        (config["fsdp_config"] if key.startswith("fsdp_") else config)[key] = value
-    path = args.output / f"{name}.yaml"
-    path.write_text(yaml.safe_dump(config))
-    flags = [
-        "--config=gpt_shakespeare_8b", f"--tokenizer_name_or_path={TOKENIZER}", f"--max_seq_length={SEQUENCE_LENGTH}",
-        "--per_device_train_batch_size=1", f"--total_batch_size={args.num_processes}",
-        f"--logging_steps={args.logging_steps}", *flags,
-    ]  # fmt: skip
-    return run_recipe("gpt_shakespeare", path, args.num_processes, args.steps, args.output, flags)
+    flags = [f"--logging_steps={args.logging_steps}"]
+    return run_setup(name, SHAPES["llama3_8b"], args.num_processes, args.steps, args.output, flags)
 
 
 def run_titan(name: str, args: argparse.Namespace) -> "list[dict[str, float]] | str":
@@ -136,7 +108,8 @@ def run_titan(name: str, args: argparse.Namespace) -> "list[dict[str, float]] | 
     command = [
         sys.executable, __file__, "--", sys.executable, "-m", "torch.distributed.run", "--standalone",
         f"--nproc_per_node={args.num_processes}", "--local-ranks-filter=0", "-m", "torchtitan.train",
-        "--model.name=llama3", "--model.flavor=8B", f"--model.hf_assets_path={TOKENIZER}", "--training.dataset=c4_test",
+        "--model.name=llama3", "--model.flavor=8B", f"--model.hf_assets_path={SAMPLE_TOKENIZER}",
+        "--training.dataset=c4_test",
         f"--training.dataset_path={data}", f"--training.seq_len={SEQUENCE_LENGTH}", "--training.local_batch_size=1",
         f"--training.steps={args.steps + 2}", f"--metrics.log_freq={args.logging_steps}",
         "--metrics.disable_color_printing",
