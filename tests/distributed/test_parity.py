@@ -4,6 +4,8 @@ import contextlib
 import importlib.util
 import itertools
 import json
+import subprocess
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -235,7 +237,12 @@ def train(forked: ForkedParent, recipe: Recipe, layout: Layout, output: Path, *f
         launcher_flags=["--mixed_precision", "no"],
     )
     assert result.exit_code == 0, result.output
-    assert f"  sharding     {recipe.units(layout.units)}\n" in result.output
+    return read_series(recipe, layout, output, result.output)
+
+
+def read_series(recipe: Recipe, layout: Layout, output: Path, said: str) -> Series:
+    """What a run left, once its banner has said that it was sharded as the layout has it."""
+    assert f"  sharding     {recipe.units(layout.units)}\n" in said
     lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     return Series(
         torch.tensor([line["loss"] for line in lines], dtype=torch.float64),
@@ -316,6 +323,33 @@ def test_float32_first_step_agrees(
     series = train(forked, recipe, layout, tmp_path / "run", "--max_steps=1")
     torch.testing.assert_close(series.loss, reference.loss, rtol=1e-5, atol=0)
     torch.testing.assert_close(series.grad_norm, reference.grad_norm, rtol=1e-5, atol=0)
+
+
+@pytest.mark.full
+@pytest.mark.launch
+@pytest.mark.parametrize(
+    ("recipe", "layout"),
+    [
+        (GPT, REFERENCE),
+        *((recipe, layout) for recipe, layouts in QUICK.items() for layout in layouts if not layout.edits),
+    ],
+    ids=lambda value: value.script if isinstance(value, Recipe) else str(value),
+)
+def test_accelerate_launch_gives_the_series_of_the_reference(
+    recipe: Recipe, layout: Layout, references: References, tmp_path: Path
+) -> None:
+    output, name = tmp_path / "run", layout.config
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port=0", "--mixed_precision=no"]
+    command += [f"--config_file=accelerate_configs/{name}.yaml"]
+    if layout.num_processes > 1:
+        command += [f"--num_processes={layout.num_processes}"]
+    command += [f"recipes/{recipe.script}.py", *recipe.flags, *layout.flags, f"--output_dir={output}"]
+    command += [f"--per_device_train_batch_size={layout.per_device}", "--max_steps=20", "--param_dtype=float64"]
+    result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=240)
+    assert result.returncode == 0, result.stdout + result.stderr
+    series, reference = read_series(recipe, layout, output, result.stdout), references[recipe, 20]
+    torch.testing.assert_close(series.loss, reference.loss, rtol=1e-9, atol=0)
+    torch.testing.assert_close(series.grad_norm, reference.grad_norm, rtol=1e-9, atol=0)
 
 
 def test_every_yaml_is_compared() -> None:
