@@ -160,6 +160,8 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         version = int(manifest["format_version"])
         checksum = manifest.pop("checksum")
     except FileNotFoundError:
+        if not folder.is_dir():
+            raise Incomplete("there is no such folder") from None
         raise Incomplete(f"it has no {MANIFEST}, so it was not written to the end, or by another program") from None
     except (ValueError, KeyError, TypeError) as error:
         raise Incomplete(f"its {MANIFEST} is damaged ({error})") from error
@@ -169,6 +171,8 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         )
     if checksum != _hash(manifest):
         raise Incomplete(f"its {MANIFEST} is damaged (its checksum is another one)")
+    if (match := FOLDER_NAME.fullmatch(folder.name)) and int(match[1]) != manifest["step"]:
+        raise Incomplete(f"it is a copy or a link of step {manifest['step']} under another step's name")
     for name, (size, _) in manifest["files"].items():
         path = folder / name
         if not path.is_file():
@@ -533,10 +537,13 @@ class Checkpoints:
                     )
                 return checkpoint
             skipped.append(f"{folder}: {reason}")
-            self.accelerator.print(f"skipped {skipped[-1]}")
+            if asked == "latest":
+                self.accelerator.print(f"skipped {skipped[-1]}")
         if asked != "latest":
             inside = step_folders(folders[0]) or step_folders(folders[0] / "checkpoints")
-            hint = f" It holds checkpoints; the newest is {inside[0]}." if inside else ""
+            hint = " Give another folder, or `latest`."
+            if inside:
+                hint = f" It holds checkpoints; the newest is {inside[0]}."
             raise UserError(f"--resume_from_checkpoint {asked} is no complete checkpoint: {reason}.{hint}")
         if skipped:
             raise UserError(

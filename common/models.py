@@ -135,7 +135,8 @@ def fetch(name_or_path: str, what: str, patterns: list[str] | None = None) -> Pa
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
         raise UserError(
             f"{what} {name_or_path} is not in the local cache and the hub cannot be reached: run "
-            f'`make download ARGS="--{what} {name_or_path}"` where there is a network, or give a local folder; '
+            f'`make download ARGS="--{what} {name_or_path}"` (all that a preset needs: `make download PRESET=NAME`) '
+            "where there is a network, or give a local folder; "
             f"{OFFLINE_HINT}."
         ) from error
 

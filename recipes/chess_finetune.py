@@ -84,7 +84,10 @@ class ChessArguments(TrainArguments):
         if self.validation_file and not self.train_file:
             raise UserError("--validation_file goes with --train_file; else a fraction of the games is set aside.")
         if self.square_tokenizer and (self.tokenizer_name_or_path or self.notation != "uci"):
-            raise UserError("--square_tokenizer makes its own tokenizer, for --notation uci: drop it, or the others.")
+            raise UserError(
+                "--square_tokenizer (of the flags or the preset) makes its own tokenizer, for --notation uci: set it "
+                "to false (with a --tokenizer_name_or_path and a model whose vocabulary holds it), or drop the others."
+            )
         if self.packing and self.attn_implementation not in PACKING_KERNELS:
             raise UserError(
                 f"--packing: {self.attn_implementation} would let games see each other; use sdpa or flex_attention."

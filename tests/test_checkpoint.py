@@ -345,6 +345,22 @@ def test_a_foreign_checkpoint_is_refused(tmp_path: Path, tokenizer: PreTrainedTo
         Run(tmp_path / "run", tokenizer, resume_from_checkpoint=str(foreign))
 
 
+def test_a_folder_that_is_not_there(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    with pytest.raises(UserError, match=r"absent is no complete checkpoint: there is no such folder\. .*`latest`"):
+        Run(tmp_path / "run", tokenizer, resume_from_checkpoint=str(tmp_path / "absent"))
+
+
+def test_a_checkpoint_under_another_steps_name_is_not_the_latest(
+    two_checkpoints: Path, tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    shutil.copytree(two_checkpoints, tmp_path / "run")
+    folder = tmp_path / "run" / "checkpoints"
+    (folder / "step_00000098").symlink_to("step_00000001")
+    run = Run(tmp_path / "run", tokenizer, resume_from_checkpoint="latest")
+    assert run.state == {"progress": 2}
+    assert "step_00000098: it is a copy or a link of step 1 under another" in run.accelerator.printed[0]
+
+
 def test_a_run_folder_named_instead_of_a_checkpoint_gets_a_hint(
     two_checkpoints: Path, tmp_path: Path, tokenizer: PreTrainedTokenizerBase
 ) -> None:

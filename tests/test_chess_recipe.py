@@ -332,7 +332,7 @@ def test_a_stop_in_a_match_ends_the_engine_and_saves(forked: ForkedParent, tmp_p
         (["--train_file=missing.pgn"], "missing.pgn: no such file or folder"),
         (["--train_file=a.pgn", "--dataset_name=b"], "give --dataset_name or --train_file, not both"),
         (["--validation_file=a.pgn"], "--validation_file goes with --train_file"),
-        (["--notation=san"], "--square_tokenizer makes its own tokenizer, for --notation uci"),
+        (["--notation=san"], "makes its own tokenizer, for --notation uci: set it to false"),
         (["--max_seq_length=1024"], "--max_seq_length 1024: the model has 512 positions"),
         (["--max_seq_length=16"], "--max_seq_length is 16; it must be at least 32"),
         (["--engine=no-such-engine"], "--engine no-such-engine: no such program on the PATH"),

@@ -63,8 +63,19 @@ def test_what_was_written_is_read_back_as_it_is(pgn: Path) -> None:
     assert rows(first)[2] == {"Moves": ["e2e4", "e7e5"], "Termination": None, "Result": None}
     assert convert_games.main([str(first), "-o", str(again)]) == 0
     assert again.read_bytes() == first.read_bytes()
-    assert convert_games.main([str(first), "-o", str(first)]) == 0  # onto itself
-    assert again.read_bytes() == first.read_bytes()
+    assert convert_games.main([str(again), "-o", str(again)]) == 2
+    assert convert_games.main([str(pgn), "-o", str(pgn)]) == 2  # would have lost what PGN has beside the moves
+    assert again.read_bytes() == first.read_bytes() and pgn.read_text().startswith("[")
+
+
+def test_what_is_no_file_is_not_replaced(pgn: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pipe, folder = pgn.with_name("pipe"), pgn.with_name("folder")
+    os.mkfifo(pipe)
+    folder.mkdir()
+    for output in (pipe, folder):
+        assert convert_games.main([str(pgn), "-o", str(output)]) == 2
+        assert capsys.readouterr().err == f"error: -o {output}: is no file; name one to write.\n"
+    assert pipe.is_fifo()
 
 
 def test_real_games(shared_data: Path, tmp_path: Path) -> None:

@@ -29,6 +29,10 @@ def convert(paths: Sequence[Path], output: Path) -> int:
     files = list_files(paths)
     if not output.parent.is_dir():
         raise UserError(f"-o {output}: no folder {output.parent}")
+    if output.exists() and not output.is_file():
+        raise UserError(f"-o {output}: is no file; name one to write.")
+    if any(output.exists() and output.samefile(file) for file in files):
+        raise UserError(f"-o {output}: is one of the files to read; name another one.")
     unfinished = output.with_name(f".{output.name}.{os.getpid()}.tmp")
     num_bytes = sum(file.stat().st_size for file in files)
     try:
@@ -52,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="file or folder of games")
-    parser.add_argument("-o", "--output", required=True, type=Path, help="JSON lines file to write")
+    parser.add_argument("-o", "--output", required=True, type=Path, help="JSON lines file to write, or to replace")
     args = parser.parse_args(argv)
     try:
         if convert(args.files, args.output) == 0:
