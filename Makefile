@@ -59,7 +59,7 @@ test: $(INSTALLED) ## the tests, without the ones that take minutes
 test-full: $(INSTALLED) ## all tests, without the 200 kills
 	$(PYTEST) -m "not kill"
 
-test-kill: $(INSTALLED) ## kill a run at 200 seeded random moments and compare what it goes on with (half an hour)
+test-kill: $(INSTALLED) ## kill a run at 200 seeded random moments and compare what it goes on with (ten minutes on two cores)
 	$(PYTEST) --dist=load -m kill
 
 lint: $(INSTALLED) ## ruff and mypy
