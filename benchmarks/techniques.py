@@ -5,11 +5,12 @@
     python benchmarks/techniques.py demo --output FOLDER            # rehearsal without a GPU
 
 Random weights, the recipe's real loop, one micro-batch a step. Runs are ended after their last step. Speed is the
-median of the second half of the steps, the ratio is to the first setup of the table.
+median of the second half of the steps, the ratio is to the first setup that ran.
 """
 
 import argparse
 import json
+import math
 import random
 import statistics
 import sys
@@ -21,7 +22,7 @@ from typing import Any
 import yaml
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from throughput import CONFIGS, REPOSITORY, run_recipe  # type: ignore[import-not-found]
+from throughput import CONFIGS, HEADER, REPOSITORY, row, run_recipe  # type: ignore[import-not-found]
 
 SAMPLES = REPOSITORY / "recipes" / "samples"
 SAMPLE_TOKENIZER = SAMPLES / "tokenizer"
@@ -173,31 +174,19 @@ def main() -> None:
         articles = args.output / "articles.jsonl"
         articles.write_text("".join(json.dumps(row) + "\n" for row in make_articles(args.lengths)))
         flags = [f"--tokenizer_name_or_path={args.tokenizer}", f"--train_file={articles}", *flags]
-    print(
-        f"{'setup':<26} {'tok/s/GPU':>9} {'ratio':>6} {'ex/s':>7} {'MFU %':>6} {'s/step':>7} {'peak GiB':>9} "
-        f"{'resv GiB':>9} {'loss 1':>8} {'loss last':>9} {'grad 1':>8} {'start s':>7}"
-    )
-    first = float("nan")
+    print(f"{HEADER} {'ratio':>6} {'ex/s':>7}", flush=True)
+    first = None
     for name in names:
         lines = run_setup(name, shape, args.num_processes, args.steps, args.output, flags)
-        if isinstance(lines, str):
-            print(f"{name:<26} {lines[:160]}", flush=True)
-            continue
-        steady = lines[len(lines) // 2 :]
-        speed, seconds, mfu = (
-            statistics.median(line.get(key, float("nan")) for line in steady)
-            for key in ("tokens_per_second_per_device", "step_seconds", "mfu")
-        )
-        if name == names[0]:
-            first = speed
-        num_examples = (shape.setups[name].per_device or shape.per_device) * args.num_processes
-        peak, reserved = (max(line.get(key, 0.0) for line in lines) for key in ("peak_memory_gib", "peak_reserved_gib"))
-        print(
-            f"{name:<26} {speed:>9,.0f} {speed / first:>6.2f} {num_examples / seconds:>7.1f} {100 * mfu:>6.1f} "
-            f"{seconds:>7.3f} {peak:>9.1f} {reserved:>9.1f} {lines[0]['loss']:>8.4f} {lines[-1]['loss']:>9.4f} "
-            f"{lines[0]['grad_norm']:>8.4f} {lines[0]['seconds_to_first_line']:>7.1f}",
-            flush=True,
-        )
+        text = row(name, lines)
+        if not isinstance(lines, str):
+            steady = lines[len(lines) // 2 :]
+            speed = statistics.median(line["tokens_per_second_per_device"] for line in steady)
+            seconds = statistics.median(line["step_seconds"] for line in steady)
+            first = first or speed
+            num_examples = (shape.setups[name].per_device or shape.per_device) * args.num_processes
+            text += f" {speed / first:>6.2f} {num_examples / seconds:>7.1f}"
+        print(text, flush=True)
 
 
 def make_articles(lengths: str) -> Iterator[dict[str, str]]:
@@ -210,7 +199,7 @@ def make_articles(lengths: str) -> Iterator[dict[str, str]]:
         return " ".join((words[start:] + words * (num_words // len(words) + 1))[:num_words])
 
     def draw(mean: float, sigma: float) -> int:
-        return max(3, round(rng.lognormvariate(0, sigma) * mean / 2.718281828 ** (sigma**2 / 2)))
+        return max(3, round(rng.lognormvariate(math.log(mean) - sigma**2 / 2, sigma)))
 
     for _ in range(NUM_ARTICLES):
         if lengths == "equal":

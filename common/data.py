@@ -526,9 +526,10 @@ def _fingerprint(dataset: Dataset, function: Callable[..., Any], *settings: Any)
     for value in values:
         name, content = value if isinstance(value, tuple) and len(value) == 2 else ("", value)
         if isinstance(content, PreTrainedTokenizerBase) and content.is_fast:
-            # Without what a call leaves behind in it: the first process has used it, the others have not yet.
-            content = json.loads(content.backend_tokenizer.to_str()) | {"truncation": None, "padding": None}
-            content = json.dumps(content)  # the hasher would pickle each token and merge: seconds for 128,000 tokens
+            # Without what a call leaves behind in it: the first process has used it, the others have not yet. As text:
+            # the hasher would pickle each token and merge, seconds for 128,000 tokens.
+            state = json.loads(content.backend_tokenizer.to_str()) | {"truncation": None, "padding": None}
+            content = json.dumps(state)
         hasher.update((name, content))
     return hasher.hexdigest()
 

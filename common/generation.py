@@ -11,7 +11,7 @@ import transformers
 from accelerate import init_empty_weights
 from safetensors import SafetensorError
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation import TextStreamer
 
 from common.arguments import UserError
@@ -33,7 +33,7 @@ def load(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         folder = folder / "model"
     if not (folder / "config.json").is_file():
         checkpoint = find_checkpoint(folder)
-        return load_checkpoint(checkpoint), AutoTokenizer.from_pretrained(checkpoint.huggingface_folder)
+        return load_checkpoint(checkpoint), read_tokenizer(checkpoint.huggingface_folder)
     try:
         model_class = _model_class(AutoConfig.from_pretrained(folder), folder)
         model, report = model_class.from_pretrained(folder, dtype="auto", output_loading_info=True)

@@ -301,11 +301,6 @@ def test_adafactor_is_refused_under_fsdp1(forked: ForkedParent, tmp_path: Path) 
     assert result.exit_code == 2 and result.output.startswith("error: --optim adafactor"), result.output
 
 
-if __name__ == "__main__":
-    assert "RANK" in os.environ
-    run(main)
-
-
 @pytest.mark.gpu
 def test_fp8_scales_found_together_are_those_found_at_each_gather(tmp_path: Path) -> None:
     torchao = pytest.importorskip("torchao.float8")
@@ -341,3 +336,8 @@ def test_fp8_scales_found_together_are_those_found_at_each_gather(tmp_path: Path
         assert losses[True] == losses[False] and len(set(losses[True])) == 4
     finally:
         dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    assert "RANK" in os.environ
+    run(main)
