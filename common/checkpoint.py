@@ -428,7 +428,10 @@ def _safetensors_header(tensors: Mapping[str, Any]) -> bytes:
 
 
 def _remove(folder: Path) -> None:
-    """Remove a complete checkpoint: under its name it is complete until it is gone."""
+    """Remove a complete checkpoint, or a link to one: under its name it is complete until it is gone."""
+    if folder.is_symlink():
+        folder.unlink()  # what it points to is somebody else's
+        return
     temporary = folder.with_name(f"{folder.name}.old{TEMPORARY}")
     shutil.rmtree(temporary, ignore_errors=True)
     folder.rename(temporary)

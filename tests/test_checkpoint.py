@@ -484,6 +484,16 @@ def test_pruning_goes_by_number(tmp_path: Path, tokenizer: PreTrainedTokenizerBa
     assert run.names == ["step_00001100", "step_1000"]
 
 
+def test_pruning_removes_a_link_and_not_what_it_points_to(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    run = Run(tmp_path, tokenizer, save_total_limit=1)
+    folder = run.save(1)
+    stored = folder.rename(tmp_path / folder.name)
+    folder.symlink_to(stored)
+    run.save(2)
+    assert [path.name for path in folder.parent.iterdir()] == ["step_00000002"]
+    assert read_checkpoint(stored).step == 1
+
+
 def test_old_checkpoints_stay_while_a_new_one_cannot_be_written(
     tmp_path: Path, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
