@@ -13,6 +13,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
@@ -84,7 +85,7 @@ def prepare_model(
     offload_activations = bool(plugin and plugin.activation_checkpointing_offload)
     memory.current_run = _describe_run(model, blocks, args, accelerator, strategy, recompute)
     if strategy.mixed_precision == "fp8":
-        convert_to_fp8(model, blocks, strategy.fp8_options)
+        convert_to_fp8(model, blocks, args.fp8_recipe or "tensorwise", strategy.fp8_options)
     if args.param_dtype == "float64":
         for module in (model, *blocks):  # blocks too: checkpointing runs them again outside the model's forward
             module.forward = _StayInFloat64.within(module.forward)
@@ -188,10 +189,17 @@ def _check_refinements(args: TrainArguments, strategy: Strategy) -> None:
         raise UserError(
             "--prefetch_depth needs fsdp_forward_prefetch: true or fsdp_backward_prefetch: BACKWARD_PRE in the YAML."
         )
+    if args.fp8_recipe is not None and strategy.mixed_precision != "fp8":
+        raise UserError("--fp8_recipe needs mixed_precision: fp8 in the YAML; drop the flag.")
+    if (args.fp8_recipe or "tensorwise") != "tensorwise" and strategy.fp8_options["enable_fsdp_float8_all_gather"]:
+        raise UserError(
+            f"--fp8_recipe {args.fp8_recipe}: weights are gathered in fp8 with one scale a tensor only; write "
+            "fp8_enable_fsdp_float8_all_gather: false in the YAML."
+        )
 
 
-def convert_to_fp8(model: nn.Module, blocks: list[nn.Module], options: Mapping[str, bool]) -> None:
-    """Make the linear layers of the blocks multiply in fp8 through torchao, scaled per tensor.
+def convert_to_fp8(model: nn.Module, blocks: list[nn.Module], recipe: str, options: Mapping[str, bool]) -> None:
+    """Make the linear layers of the blocks multiply in fp8 through torchao, scaled as its recipe of this name does.
 
     The head and the embeddings stay in bf16, and so do layers whose sizes fp8 matrix products do not take.
     """
@@ -207,7 +215,7 @@ def convert_to_fp8(model: nn.Module, blocks: list[nn.Module], options: Mapping[s
             and module.out_features % 16 == 0
         )
 
-    config = Float8LinearConfig(**options)
+    config = replace(Float8LinearConfig.from_recipe_name(recipe), **options)
     convert_to_float8_training(model, config=config, module_filter_fn=is_converted)
 
 

@@ -218,7 +218,9 @@ def main() -> None:
 
     train_rows, eval_rows, left_out = load_articles(args)
     train_data, eval_data = (tokenize_articles(args, tokenizer, rows) for rows in (train_rows, eval_rows))
-    collate = data.Seq2SeqCollator(tokenizer, config.decoder_start_token_id, pad_to_multiple_of=8)
+    # The relative position bias is the mask of the attention kernels, and they copy it where its rows are no multiple
+    # of 16 long.
+    collate = data.Seq2SeqCollator(tokenizer, config.decoder_start_token_id, pad_to_multiple_of=16)
     sampler = data.StepSampler(len(train_data), plan.total, args.seed, data.column_array(train_data, "length"))
     eval_batches = evaluation_batches(args, accelerator, eval_data, collate)
     rouge_batches = evaluation_batches(args, accelerator, data.head(eval_data, args.rouge_samples), collate)

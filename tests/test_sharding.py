@@ -37,6 +37,7 @@ from common.models import load_config, load_model
 from common.optim import build_optimizer
 from common.sharding import (
     clip_grad_norm_,
+    convert_to_fp8,
     describe_units,
     find_blocks,
     gradient_sync,
@@ -181,6 +182,26 @@ def test_the_loss_in_chunks_of_a_model_that_scales_its_logits() -> None:
     model = prepare(CohereForCausalLM(config), loss_chunk_tokens=4).train()
     with pytest.raises(UserError, match="--loss_chunk_tokens .*; drop the flag"):
         token_loss(model, batch("llama"))
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
+def test_fp8_recipes_convert_the_blocks_linear_layers(recipe: str) -> None:
+    pytest.importorskip("torchao")
+    from torchao.float8.config import Float8LinearConfig
+    from torchao.float8.float8_linear import Float8Linear
+
+    config = LlamaConfig(
+        vocab_size=32, hidden_size=32, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config)
+    convert_to_fp8(model, list(model.model.layers), recipe, {"pad_inner_dim": True})
+    converted = {name: module for name, module in model.named_modules() if isinstance(module, Float8Linear)}
+    # The head is outside, and a width of 24 is no multiple of 16.
+    assert {name.rpartition(".")[2] for name in converted} == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    expected = Float8LinearConfig.from_recipe_name(recipe)
+    for module in converted.values():
+        assert module.config == replace(expected, pad_inner_dim=True)
 
 
 @pytest.mark.full

@@ -133,11 +133,25 @@ def watch_cross_entropy(logits: torch.Tensor, *args: Any, function: Any = F.cros
     return function(logits, *args, **kwargs)
 
 
+@dataclass
+class FakeFloat8LinearConfig:
+    recipe: str
+    enable_fsdp_float8_all_gather: bool = False
+    pad_inner_dim: bool = False
+
+    @classmethod
+    def from_recipe_name(cls, name: str) -> "FakeFloat8LinearConfig":
+        return cls(name)
+
+
 def fake_torchao() -> ModuleType:
     """torchao.float8 that converts nothing."""
+
+    def convert(model: nn.Module, config: FakeFloat8LinearConfig, module_filter_fn: Any) -> None:
+        seen.update(fp8=dataclasses.asdict(config))
+
     package = ModuleType("torchao.float8")
-    package.Float8LinearConfig = dict  # type: ignore[attr-defined]
-    package.convert_to_float8_training = lambda model, config, module_filter_fn: seen.update(fp8=config)  # type: ignore[attr-defined]
+    vars(package).update(Float8LinearConfig=FakeFloat8LinearConfig, convert_to_float8_training=convert)
     return package
 
 
@@ -226,7 +240,7 @@ UNITS = "1 x LlamaForCausalLM, 1 x Embedding, {}, 1 x Linear"
 BLOCKS, ROOT = UNITS.format("3 x LlamaDecoderLayer"), "1 x LlamaForCausalLM"
 SHARDED, FULL = ["__0_0.distcp", "__1_0.distcp"], ["state.safetensors"]
 COMPILED = {"backend": "aot_eager", "mode": "default", "fullgraph": False, "dynamic": None}
-FP8_OPTIONS = {"enable_fsdp_float8_all_gather": True, "pad_inner_dim": True}
+FP8_OPTIONS = {"recipe": "tensorwise", "enable_fsdp_float8_all_gather": True, "pad_inner_dim": True}
 RECOMPUTED = {"fsdp_activation_checkpointing": True}
 BY_SIZE = {"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP"}
 FORWARD = {"fsdp_forward_prefetch": True}
@@ -317,6 +331,9 @@ EDITS = [
          FP8_OPTIONS | {"enable_fsdp_float8_all_gather": False}),
     Edit(FP8, {"fp8_pad_inner_dim": False}, "fp8", FP8_OPTIONS, FP8_OPTIONS | {"pad_inner_dim": False}),
     Edit(FSDP2, {"mixed_precision": "fp8", "fp8_backend": "AO"}, "fp8", None, FP8_OPTIONS),
+    flag(FP8, "fp8_recipe", "rowwise", "fp8", FP8_OPTIONS,
+         {"recipe": "rowwise", "enable_fsdp_float8_all_gather": False, "pad_inner_dim": True},
+         {"fp8_enable_fsdp_float8_all_gather": False}),
     # Refused.
     refused("ddp", "compute_environment", "AMAZON_SAGEMAKER", "write LOCAL_MACHINE"),
     refused("ddp", "same_network", False, "same_network"),
@@ -348,6 +365,8 @@ EDITS = [
     flag(FSDP2, "prefetch_depth", 2, "refused", None, "needs fsdp_forward_prefetch: true"),
     flag(FSDP1, "gradient_checkpointing", True, "refused", None, "fsdp_activation_checkpointing decides"),
     flag(FSDP2, "blocks_per_unit", 2, "refused", None, "groups blocks", {"fsdp_auto_wrap_policy": "NO_WRAP"}),
+    flag(FSDP2, "fp8_recipe", "rowwise", "refused", None, "needs mixed_precision: fp8"),
+    flag(FP8, "fp8_recipe", "rowwise", "refused", None, "fp8_enable_fsdp_float8_all_gather: false"),
     flag(FSDP2, "recompute_matmuls", 2, "refused", None, "needs fsdp_activation_checkpointing: true in the YAML"),
     flag(FSDP2, "param_dtype", "float64", "refused", None, "contradicts mixed_precision bf16"),
     flag(FSDP2, "param_dtype", "bfloat16", "refused", None, "needs float32 parameters", {"mixed_precision": "fp16"}),
