@@ -1,9 +1,10 @@
 """Tokenizer and model: from a checkpoint, or from a config with random weights."""
 
+import functools
 import json
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -276,7 +277,7 @@ def meta_model(args: ModelArguments, config: Any, auto_class: type[_BaseAutoMode
 def _build(args: ModelArguments, config: Any, auto_class: type[_BaseAutoModelClass]) -> PreTrainedModel:
     kwargs: dict[str, Any] = {"attn_implementation": args.attn_implementation} if args.attn_implementation else {}
     try:
-        return auto_class.from_config(config, dtype=torch.float32, **kwargs)
+        model = auto_class.from_config(config, dtype=torch.float32, **kwargs)
     except Exception as error:  # whatever impossible sizes run into
         if args.attn_implementation and isinstance(error, (ValueError, ImportError)):
             raise UserError(f"--attn_implementation {args.attn_implementation}: {_one_line(error)}") from error
@@ -286,6 +287,24 @@ def _build(args: ModelArguments, config: Any, auto_class: type[_BaseAutoModelCla
                 f"({type(error).__name__}: {_one_line(error)})"
             ) from error
         raise
+    for module in model.modules():
+        if hasattr(module, "compute_bias"):
+            module.compute_bias = _contiguous(module.compute_bias)
+    return model
+
+
+def _contiguous(compute_bias: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """T5's relative position bias, (1, heads, queries, keys), with its keys next to each other in memory.
+
+    It is looked up with the heads innermost. As a mask it makes torch's fused attention kernels refuse (transformers
+    5.17: the weights of all pairs are computed and kept) or be copied in each layer (5.24).
+    """
+
+    @functools.wraps(compute_bias)
+    def wrapped(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return compute_bias(*args, **kwargs).contiguous()
+
+    return wrapped
 
 
 def load_model(

@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
+import torch.nn.functional as F
 from accelerate import Accelerator
 from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
 from safetensors.torch import load_file, save_file
@@ -44,6 +45,7 @@ from common.models import (
     load_config,
     load_model,
     load_tokenizer,
+    meta_model,
 )
 from common.sharding import prepare_model
 from tests.forked import REPOSITORY, ForkedParent
@@ -329,6 +331,26 @@ def test_attention_kernels(accelerator: Accelerator) -> None:
     for kernel, words in (("foo", "not supported"), ("flash_attention_2", "Flash"), ("flex_attention", "CPU")):
         with pytest.raises(UserError, match=f"--attn_implementation {kernel}: .*{words}"):
             build(kernel)
+
+
+def test_position_bias_fits_the_fused_attention_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They refuse a mask whose keys are not next to each other, and copy one whose rows are no multiple of 16 long."""
+    sizes = {"d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 2, "num_heads": 3, "vocab_size": 9}
+    config = T5Config(**sizes, decoder_start_token_id=0)
+    model = meta_model(TrainArguments(), config, AutoModelForSeq2SeqLM).to_empty(device="cpu")
+    masks = []
+    attention = F.scaled_dot_product_attention
+
+    def watch(*args: Any, attn_mask: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        masks.append(attn_mask.stride())
+        return attention(*args, attn_mask=attn_mask, **kwargs)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", watch)
+    ids, padding = torch.ones(2, 32, dtype=torch.int64), torch.arange(64).view(2, 32) < 50
+    for mask in (None, padding):
+        model(input_ids=ids, attention_mask=mask, decoder_input_ids=ids[:, :16])
+    assert len(masks) == 2 * 6
+    assert all(last == 1 and not any(stride % 16 for stride in others) for *others, last in masks)
 
 
 def test_weights_in_one_line(folder: Path) -> None:

@@ -483,7 +483,8 @@ def launched(forked: ForkedParent, folder: Path, *edits: dict[str, Any]) -> list
         handles.append(forked.start(REPOSITORY / "tools" / "launch.py", *flags, config="single_device"))
     results = [handle.wait(60) for handle in handles]
     assert [result.exit_code for result in results] == [0] * len(edits), [result.output for result in results]
-    ranks = [json.loads(line) for result in results for line in result.output.splitlines()]
+    lines = [line for result in results for line in result.output.splitlines()]
+    ranks = [json.loads(line) for line in lines if line.startswith("{")]  # torch may warn of a machine that has left
     return sorted(ranks, key=lambda rank: int(rank["RANK"]))
 
 
