@@ -341,9 +341,11 @@ def test_position_bias_fits_the_fused_attention_kernels(monkeypatch: pytest.Monk
     masks = []
     attention = F.scaled_dot_product_attention
 
-    def watch(*args: Any, attn_mask: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    def watch(
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor, **kwargs: Any
+    ) -> torch.Tensor:
         masks.append(attn_mask.stride())
-        return attention(*args, attn_mask=attn_mask, **kwargs)
+        return attention(query, key, value, attn_mask, **kwargs)
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", watch)
     ids, padding = torch.ones(2, 32, dtype=torch.int64), torch.arange(64).view(2, 32) < 50
