@@ -117,6 +117,13 @@ def test_decay_by_name(kind: str, optim: Any) -> None:
     assert decay_by_name(model, optimizer) == expected_decay(kind, 0.1)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_adamw_updates_in_one_pass_but_in_float64(dtype: torch.dtype) -> None:
+    """Whose clipping, done within that pass, would be by a float32 number."""
+    optimizer = build_optimizer(make_model("llama").to(dtype), OptimizerArguments())
+    assert optimizer.defaults["fused"] == (dtype != torch.float64)
+
+
 def test_decay_of_parameters_that_are_no_weight_of_a_layer() -> None:
     """Experts are matrices stacked in one parameter, with names of their own."""
 
