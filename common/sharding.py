@@ -404,6 +404,8 @@ class _StayInFloat64(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
+        if func is torch.Tensor.float and not args[0].is_floating_point():
+            return args[0].double()  # positions, which some versions of transformers multiply frequencies by
         is_float64 = bool(args) and isinstance(args[0], torch.Tensor) and args[0].dtype == torch.float64
         if is_float64 and (func is torch.Tensor.float or (func is torch.Tensor.to and torch.float32 in args)):
             return args[0]
