@@ -86,7 +86,9 @@ NEVER_CHANGED = {
     "optim": "its state would not fit",
     "total_batch_size": "the position in the data is counted in batches",
 }
-ALLOWABLE = (*(key for key in COMPARED if key not in NEVER_CHANGED), "model_config", "tokenizer", "data")
+ALLOWABLE = (
+    *(key for key in COMPARED if key not in NEVER_CHANGED), "model_config", "tokenizer", "data", "evaluation_data",
+)  # fmt: skip
 # Keys of a model's config that say how it is run or who wrote it, not what it computes.
 _NOT_COMPARED_CONFIG = {"transformers_version", "dtype", "torch_dtype", "architectures", "use_cache", "name_or_path"}
 # State tensors of the optimizers in units of the parameters.
@@ -264,6 +266,7 @@ def describe_run(
     tokenizer: PreTrainedTokenizerBase,
     dataset: Dataset,
     lengths: np.ndarray | None,
+    evaluation_data: Mapping[str, str],
 ) -> dict[str, Any]:
     """What must stay the same for a run to go on, as JSON values; `tensors` is the model's state by name."""
     shapes = sorted((name, tuple(tensor.size())) for name, tensor in tensors.items())
@@ -281,6 +284,7 @@ def describe_run(
                 },
                 "tokenizer": f"{len(tokenizer)} tokens, vocabulary {_hash(vocabulary)}",
                 "data": describe_contents(dataset, lengths),
+                "evaluation_data": dict(evaluation_data),
                 "settings": settings,
             },
             default=str,
@@ -303,6 +307,12 @@ def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, s
     for key in ("model", "tokenizer", "data"):
         if saved[key] != now[key]:
             found[key] = f"{saved[key]} in the checkpoint, {now[key]} now"
+    held_out = saved.get("evaluation_data", {}), now["evaluation_data"]  # {}: of before it was recorded
+    if held_out[0] and held_out[0] != held_out[1]:
+        names = [name for name in {**held_out[0], **held_out[1]} if held_out[0].get(name) != held_out[1].get(name)]
+        found["evaluation_data"] = ", ".join(
+            f"{name} {held_out[0].get(name, 'absent')} -> {held_out[1].get(name, 'absent')}" for name in names
+        )
     # Keys of one side only come from another version of transformers.
     configs = saved["model_config"], now["model_config"]
     changed = [key for key in sorted(set(configs[0]) & set(configs[1])) if configs[0][key] != configs[1][key]]
@@ -462,6 +472,10 @@ class Checkpoints:
         for message in EXPECTED_WARNINGS:
             warnings.filterwarnings("ignore", message=message)
         self._allowed = _allowed_keys(args)
+        self.evaluation_data: Mapping[str, str] = {}
+        """Name -> description of each held-out set that must stay the same; the recipe's to fill in."""
+        self.changed: dict[str, str] = {}
+        """What differs from the checkpoint's run, as allowed."""
         self._only_evaluates = args.max_steps == 0
         # Groups of their own, on the host: saving must not meet the training's collectives, nor wait for the device.
         self._votes, self._saving = self._new_group(), self._new_group()
@@ -604,7 +618,9 @@ class Checkpoints:
         # DDP's own module prefix would make tied weights look missing.
         self._module = base_model(model) if isinstance(model, DistributedDataParallel) else model
         tensors = get_model_state_dict(self._module)
-        self._run = describe_run(self.args, plan, model, tensors, self.tokenizer, dataset, lengths)
+        self._run = describe_run(
+            self.args, plan, model, tensors, self.tokenizer, dataset, lengths, self.evaluation_data
+        )
         self._bytes_of_model = sum(
             math.prod(tensor.size()) * tensor.dtype.itemsize for tensor in self._without_ties(tensors).values()
         )
@@ -672,6 +688,7 @@ class Checkpoints:
                 else f"Give the same settings, or permit it with --allow_changed {','.join(refused)}."
             )
             raise UserError(f"{found.folder} is of a different run: {text}. {advice}")
+        self.changed = changed
         for key, what in changed.items():
             self.accelerator.print(f"changed since the checkpoint, as allowed: {key}: {what}")
 

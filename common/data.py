@@ -997,13 +997,18 @@ def describe_contents(dataset: Any, lengths: np.ndarray | None = None) -> str:
     A hash of all lengths and of up to 256 examples spread over the dataset; paths do not count. Datasets of another
     kind register their own description.
     """
+    return f"{len(dataset):,} training examples, contents {contents_hash(dataset, lengths)}"
+
+
+def contents_hash(dataset: Any, lengths: np.ndarray | None = None) -> str:
+    """Hash of all lengths and of up to 256 examples spread over the dataset."""
     digest = xxhash.xxh3_64()
     if lengths is not None:
         digest.update(np.ascontiguousarray(lengths, dtype=np.int64).tobytes())
     for index in np.linspace(0, len(dataset) - 1, min(len(dataset), 256)).astype(int).tolist():
         row = {key: np.asarray(value).tolist() for key, value in dataset[index].items()}
         digest.update(json.dumps(row, sort_keys=True).encode())
-    return f"{len(dataset):,} training examples, contents {digest.hexdigest()}"
+    return digest.hexdigest()
 
 
 def show_samples(

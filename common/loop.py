@@ -183,7 +183,9 @@ def train(
         return progress
     if saved is not None:
         progress = Progress(**saved["progress"])
-        if not _holds_best(output / "best", progress.best_step, accelerator):
+        if "evaluation_data" in checkpoints.changed or not _holds_best(
+            output / "best", progress.best_step, accelerator
+        ):
             progress.best_metric = progress.best_step = None
         window.restore(saved["window"])
         sampler.restore(saved.get("data"))
@@ -546,7 +548,7 @@ class _EpochLine:
         validation, is_best = self.validation
         line = f"epoch {step / self.steps_per_epoch:.2f}: "
         if self.num_steps:
-            line += f"train loss {self.loss_sum / self.num_steps:.4f}, "
+            line += f"train loss {self.loss_sum / self.num_steps:.4f} (of {self.num_steps} logged steps), "
         if validation is not None:
             line += f"validation loss {validation:.4f}{' (new record)' if is_best else ''}, "
         line += f"{time.perf_counter() - self.started:.1f} s"

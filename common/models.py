@@ -147,8 +147,8 @@ PACKING_KERNELS = (None, "sdpa", "eager", "flex_attention")
 TOKENIZER_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]
 
 
-def load_tokenizer(args: ModelArguments) -> PreTrainedTokenizerBase:
-    """Tokenizer of --tokenizer_name_or_path, or the model's own.
+def load_tokenizer(args: ModelArguments, flag: str = "--tokenizer_name_or_path") -> PreTrainedTokenizerBase:
+    """Tokenizer of --tokenizer_name_or_path, or the model's own; `flag` is what messages call it.
 
     Raises `UserError` when there is none to be had.
     """
@@ -160,8 +160,7 @@ def load_tokenizer(args: ModelArguments) -> PreTrainedTokenizerBase:
         return read_tokenizer(folder)
     except (OSError, ValueError) as error:
         raise UserError(
-            f"tokenizer {source}: cannot be loaded: {_one_line(error)} Give the folder or hub id of one with "
-            "--tokenizer_name_or_path."
+            f"tokenizer {source}: cannot be loaded: {_one_line(error)} Give the folder or hub id of one with {flag}."
         ) from error
 
 

@@ -345,6 +345,10 @@ def _check_same(output: Path, identity: dict[str, Any]) -> None:
     except (OSError, ValueError):
         raise UserError(f"{output} is not empty and holds no prepared data; give another folder.") from None
     changed = [key for key, value in identity.items() if found.get(key) != value]
+    if changed == ["files"]:
+        then, now = ({tuple(file) for files in of["files"].values() for file in files} for of in (found, identity))
+        names = sorted({name for name, *_ in then ^ now})
+        changed = [f"files: {', '.join(names[:3])}{' ...' if len(names) > 3 else ''} changed, new or gone"]
     if changed:
         raise UserError(
             f"{output} holds data that was prepared otherwise ({', '.join(changed)}); remove it or give another folder."

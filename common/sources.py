@@ -15,6 +15,7 @@ from typing import Any
 
 import datasets
 import numpy as np
+import pyarrow as pa
 import pyarrow.compute as pc
 from datasets import Dataset, DatasetDict, IterableDataset
 from datasets.exceptions import DatasetNotFoundError
@@ -62,6 +63,16 @@ def make_example(tokens: np.ndarray, labels: np.ndarray | None, eos_token_id: in
 # Prepared
 
 
+def _check_column(rows: Dataset, column: str, name: str) -> None:
+    kind = rows.data.column(column).type
+    is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+    if not is_list or not (pa.types.is_integer(kind.value_type) or pa.types.is_boolean(kind.value_type)):
+        raise UserError(f"{name}: {column} is of type {kind}; expected a list of integers in each row.")
+    if rows.data.column(column).null_count:
+        index = next(index for index, value in enumerate(rows.data.column(column)) if not value.is_valid)
+        raise UserError(f"{name} row {index}: {column} is null; expected a list of integers.")
+
+
 class TokenRows:
     """Rows of a tokenized dataset as examples: `input_ids`, and where there are `attention_mask` and `labels`.
 
@@ -90,6 +101,8 @@ class TokenRows:
         if "input_ids" not in rows.column_names:
             raise UserError(f"{name}: a tokenized dataset has input_ids; this one has {', '.join(rows.column_names)}.")
         columns = [column for column in ("input_ids", "attention_mask", "labels") if column in rows.column_names]
+        for column in columns:
+            _check_column(rows, column, name)
         self._arrays = rows.with_format("numpy", columns=columns)
         longest = pc.max(pc.list_value_length(rows.data.column("input_ids"))).as_py() if len(rows) else None
         if not longest:
@@ -97,11 +110,8 @@ class TokenRows:
         if longest > max_seq_length:
             raise UserError(f"{name}: rows of up to {longest} tokens, more than --max_seq_length {max_seq_length}.")
         sample = np.linspace(0, len(rows) - 1, min(len(rows), 256)).astype(int)
-        largest = max(int(self._arrays[index]["input_ids"].max(initial=0)) for index in sample.tolist())
-        if largest >= len(tokenizer):
-            raise UserError(
-                f"{name}: token {largest} is not the tokenizer's, which has {len(tokenizer)}: give its own."
-            )
+        for index in sample.tolist():
+            self._check_row(index, self._arrays[index])
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -111,8 +121,25 @@ class TokenRows:
             return f"{self.name}: {len(self):,} sequences"
         return f"{self.name}: {report_of(self.folder, self.split)}"
 
+    def _check_row(self, index: int, row: Row) -> None:
+        for column, least in (("input_ids", 0), ("labels", IGNORE_INDEX)):
+            if column not in row:
+                continue
+            values = row[column]
+            if len(values) != len(row["input_ids"]):
+                raise UserError(
+                    f"{self.name} row {index}: {len(values)} {column} for {len(row['input_ids'])} input_ids."
+                )
+            is_wrong = (values >= len(self._tokenizer)) | ((values < 0) & (values != least))
+            if is_wrong.any():
+                raise UserError(
+                    f"{self.name} row {index}: {column} has {values[is_wrong][0]}, which is no token of the "
+                    f"tokenizer's {len(self._tokenizer)}; the data needs the tokenizer that it was made with."
+                )
+
     def __getitem__(self, index: int) -> Row:
         row = self._arrays[index]
+        self._check_row(index, row)
         tokens, labels = row["input_ids"], row.get("labels")
         if "attention_mask" in row and not row["attention_mask"].all():
             length = int(row["attention_mask"].sum())

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from common import data
 from common.arguments import TrainArguments, UserError, arg, num_training_steps, parse_args, plan_batch
-from common.checkpoint import Checkpoint, Checkpoints
+from common.checkpoint import Checkpoints
 from common.documents import Encoder
 from common.evaluation import (
     continue_text,
@@ -135,7 +135,10 @@ def load_data(
             raise UserError(f"--forgetting_dataset {args.forgetting_dataset}: two are called {name[:-1]}; rename one.")
         held_out[name] = load_held_out(text, "--forgetting_dataset", settings)
     if not held_out and args.eval_strategy != "no":
-        raise UserError("nothing to evaluate on: give --validation_file or --validation_size, or --eval_strategy no.")
+        raise UserError(
+            "nothing to evaluate on: give --validation_file, or --validation_size (of text; tokenized data has a "
+            "validation split of its own or none), or --eval_strategy no."
+        )
     return mixture, sampler, {name: data.head(rows, args.max_eval_samples) for name, rows in held_out.items()}
 
 
@@ -148,16 +151,25 @@ class Evaluation:
         accelerator: Accelerator,
         tokenizer: PreTrainedTokenizerBase,
         held_out: dict[str, TokenRows],
-        found: Checkpoint | None,
+        checkpoints: Checkpoints,
     ) -> None:
         self.args, self.accelerator, self.tokenizer = args, accelerator, tokenizer
         self.sets = {
             name: (evaluation_batches(args, accelerator, rows, data.collate_windows), rows.targets_per_byte())
             for name, rows in held_out.items()
         }
+        checkpoints.evaluation_data = {
+            name.rstrip("_") or "validation": f"{len(rows):,} sequences, contents {data.contents_hash(rows)}"
+            for name, rows in held_out.items()
+        }
         self.before: dict[str, float] | None = None
-        if found is not None:
+        if (found := checkpoints.found) is not None:
             self.before = read_first_line(found.folder.parent.parent / "metrics.jsonl", accelerator)
+            recorded = found.manifest["run"].get("evaluation_data") or checkpoints.evaluation_data
+            for name in filter(None, held_out):
+                if recorded.get(key := name.rstrip("_")) != checkpoints.evaluation_data[key]:
+                    self.before.pop(f"eval_{name}loss", None)
+                    accelerator.print(f"no {name}forgetting: the model before training was evaluated on another {key}.")
 
     def __call__(self, model: nn.Module) -> dict[str, float]:
         """Loss, perplexity and bits per byte of each set; of --forgetting_dataset also what was lost. Collective."""
@@ -201,7 +213,7 @@ def main() -> None:
     checkpoints = Checkpoints(args, accelerator, strategy, tokenizer)
 
     train_data, sampler, held_out = load_data(args, tokenizer, plan.total)
-    evaluate = Evaluation(args, accelerator, tokenizer, held_out, checkpoints.found)
+    evaluate = Evaluation(args, accelerator, tokenizer, held_out, checkpoints)
     num_steps = num_training_steps(args, sampler.num_examples, plan.total)
 
     model, weights = load_model(args, config, AutoModelForCausalLM, accelerator)

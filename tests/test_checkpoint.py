@@ -63,6 +63,7 @@ class Run:
     def __init__(
         self, folder: Path, tokenizer: PreTrainedTokenizerBase, *, full: bool = False, dataset: Dataset = DATA,
         config: dict[str, Any] | None = None, start: bool = True, num_steps: int = 10_000, num_saves: int = 1,
+        held_out: str = "9 sequences",
         **settings: Any,
     ) -> None:  # fmt: skip
         torch.manual_seed(0)
@@ -84,6 +85,7 @@ class Run:
         self.accelerator: Any = OneProcess()
         strategy = Strategy(kind="single", mixed_precision="no", plugin=plugin)
         self.checkpoints = Checkpoints(self.args, self.accelerator, strategy, tokenizer)
+        self.checkpoints.evaluation_data = {"validation": "5 sequences", "stories": held_out}
         self.state: dict[str, Any] | None = None
         if start:
             plan = BatchPlan(self.args.total_batch_size or 4, 4, 1, 1)
@@ -523,6 +525,7 @@ CHANGES: list[tuple[str, dict[str, Any], str]] = [
     ("data", {"dataset": DATA.select(range(9)), "max_train_samples": 9},
      r"data: 10 training examples.*9 training examples.*--max_train_samples None -> 9"),
     ("data", {"dataset": DATA.select([1, 0, *range(2, 10)])}, "data: 10 training examples"),
+    ("evaluation_data", {"held_out": "2 sequences"}, r"evaluation_data: stories 9 sequences -> 2 sequences"),
 ]  # fmt: skip
 
 
@@ -542,6 +545,7 @@ def test_a_change_needs_permission(
     run = Run(tmp_path / "run", tokenizer, allow_changed=key, **options)
     assert run.state == {"progress": 2}
     assert any(re.search(text, line) for line in run.accelerator.printed)
+    assert list(run.checkpoints.changed) == [key]
 
 
 @pytest.mark.parametrize(

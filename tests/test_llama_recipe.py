@@ -144,6 +144,32 @@ def test_mistakes_in_arguments(flags: list[str], message: str) -> None:
     assert message in str(raised.value)
 
 
+def test_forgetting_is_of_the_same_text_or_of_none(forked: ForkedParent, news: Path, tmp_path: Path) -> None:
+    """Under the name of a set, another text has no loss of the model before training to be compared with."""
+    flags = [*FLAGS, f"--train_file={news}", "--eval_on_start=true", "--eval_strategy=steps", "--eval_steps=2"]
+    flags += ["--save_strategy=steps", "--save_steps=2"]
+    texts = []
+    for number in (2, 3):
+        (tmp_path / str(number)).mkdir()
+        texts.append(write(tmp_path / str(number) / "general.jsonl", 12, number))
+
+    def train(num_steps: int, text: Path, *more: str) -> Result:
+        more = (f"--max_steps={num_steps}", f"--forgetting_dataset={text}", *more)
+        return run(forked, tmp_path / "run", *flags, *more, num_processes=1)
+
+    assert (first := train(2, texts[0])).exit_code == 0, first.output
+    other = train(4, texts[1], "--resume_from_checkpoint=latest")
+    assert other.exit_code == 2 and "different run: evaluation_data: general " in other.output, other.output
+    same = train(4, texts[0], "--resume_from_checkpoint=latest")
+    assert same.exit_code == 0, same.output
+    allowed = train(6, texts[1], "--resume_from_checkpoint=latest", "--allow_changed=evaluation_data")
+    assert allowed.exit_code == 0, allowed.output
+    assert "no general_forgetting: the model before training was evaluated on another general." in allowed.output
+    evaluations = [line for line in lines(tmp_path / "run") if "eval_general_loss" in line]
+    assert [line["step"] for line in evaluations] == [0, 2, 4, 6]
+    assert ["eval_general_forgetting" in line for line in evaluations] == [True, True, True, False]
+
+
 def test_the_demo_measures_forgetting_wherever_one_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     recipe = load_recipe(RECIPE)

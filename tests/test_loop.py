@@ -45,9 +45,11 @@ def test_an_epoch_line_has_the_evaluation_of_its_own_epoch() -> None:
     epoch.add(2.0, 4)
     epoch.add(5.0, 2)
     epoch.validation = (1.5, True)
-    assert epoch.line(6).startswith("epoch 1.09: train loss 3.0000, validation loss 1.5000 (new record), ")
+    assert epoch.line(6).startswith(
+        "epoch 1.09: train loss 3.0000 (of 6 logged steps), validation loss 1.5000 (new record), "
+    )
     epoch.add(1.0, 5)
-    assert "train loss 1.0000, " in (second := epoch.line(11)) and "validation" not in second
+    assert "train loss 1.0000 (of 5 logged steps), " in (second := epoch.line(11)) and "validation" not in second
 
 
 class Linear(nn.Module):

@@ -135,6 +135,11 @@ def test_what_cannot_be_prepared(files: list[Path], tokenizer: PreTrainedTokeniz
     prepare.prepare({"train": files}, tmp_path / "c", tokenizer, Settings("text", 64))
     with pytest.raises(UserError, match=r"prepared otherwise \(max_seq_length, seed\)"):
         prepare.prepare({"train": files}, tmp_path / "c", tokenizer, Settings("text", 32, seed=1))
+    (own := tmp_path / files[0].name).write_bytes(files[0].read_bytes())
+    prepare.prepare({"train": [own, *files[1:]]}, tmp_path / "d", tokenizer, Settings("text", 64))
+    own.write_bytes(own.read_bytes() + b"\n")
+    with pytest.raises(UserError, match=rf"prepared otherwise \(files: {own} changed, new or gone\)"):
+        prepare.prepare({"train": [own, *files[1:]]}, tmp_path / "d", tokenizer, Settings("text", 64))
     with pytest.raises(UserError, match=r"is not empty and holds no prepared data"):
         prepare.prepare({"train": files}, tmp_path, tokenizer, Settings("text", 32))
 
@@ -203,6 +208,9 @@ def test_command_of_the_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
         (["missing.jsonl"], "missing.jsonl: no such file"),
         (["a.txt", "--max_seq_length=1"], "--max_seq_length from 2"),
         (["a.txt", "--validation_file=a.txt", "--validation_size=0.1"], "give one of them"),
+        (["."], "--output out: it lies in ., whose files are read"),
+        (["a.txt", "--output=a.txt"], "--output a.txt: it is a file"),
+        (["a.txt", "--tokenizer=."], "with --tokenizer."),
     ],
 )
 def test_mistakes_of_the_tool(
@@ -211,7 +219,7 @@ def test_mistakes_of_the_tool(
     (tmp_path / "a.txt").write_text("text")
     monkeypatch.chdir(tmp_path)
     try:
-        code = main([*flags, f"--tokenizer={TOKENIZER}", "--output=out"])
+        code = main([f"--tokenizer={TOKENIZER}", "--output=out", *flags])
     except SystemExit as error:
         code = int(str(error.code))
     assert code == 2 and message in capsys.readouterr().err

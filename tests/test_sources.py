@@ -173,8 +173,24 @@ def test_what_is_no_such_folder(settings: SourceSettings, file: Path, tmp_path: 
 
     with pytest.raises(UserError, match=r"rows of up to 33 tokens, more than --max_seq_length 32"):
         load(input_ids=[[5] * 33])
-    with pytest.raises(UserError, match=r"token 5000 is not the tokenizer's, which has 2048"):
+    with pytest.raises(UserError, match=r"row 0: input_ids has 5000, which is no token of the tokenizer's 2048"):
         load(input_ids=[[5000]])
+    for columns, words in (
+        ({"input_ids": [[-5]]}, r"row 0: input_ids has -5"),
+        ({"input_ids": [[5, 6]], "labels": [[-100, 5000]]}, r"row 0: labels has 5000"),
+        ({"input_ids": [[5, 6]], "labels": [[5]]}, r"row 0: 1 labels for 2 input_ids"),
+        ({"input_ids": [[5], None]}, r"row 1: input_ids is null"),
+        ({"input_ids": ["a"]}, r"input_ids is of type string"),
+        ({"input_ids": [5]}, r"input_ids is of type int\d+; expected"),
+        ({"input_ids": [[0.5]]}, r"input_ids is of type list.*expected a list of integers"),
+    ):
+        with pytest.raises(UserError, match=words):
+            load(**columns)
+    in_the_middle = datasets.Dataset.from_dict({"input_ids": [[5]] * 301 + [[5000]] + [[5]] * 298})
+    in_the_middle.save_to_disk(tmp_path / "in_the_middle")
+    rows = sources.load_source(spec(str(tmp_path / "in_the_middle")), settings)["train"]
+    with pytest.raises(UserError, match=r"in_the_middle row 301: input_ids has 5000"):
+        rows[301]
     with pytest.raises(UserError, match=r"a tokenized dataset has input_ids; this one has text"):
         load(text=["a"])
     other = AutoTokenizer.from_pretrained(REPOSITORY / "recipes" / "samples" / "tokenizer", bos_token="</s>")

@@ -13,6 +13,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,11 +64,16 @@ def prepare(args: Arguments) -> None:
     from common.prepare import Settings, prepare
 
     started = time.monotonic()
+    if args.output.exists() and not args.output.is_dir():
+        raise UserError(f"--output {args.output}: it is a file; give a folder.")
+    for path in map(Path, args.files):
+        if path.is_dir() and path.resolve() in args.output.resolve().parents:
+            raise UserError(f"--output {args.output}: it lies in {path}, whose files are read; give another folder.")
     train = [file for path in args.files for file in list_documents(path, "FILE", args.text_column)]
     splits = {"train": train}
     if args.validation_file:
         splits["validation"] = list_documents(args.validation_file, "--validation_file", args.text_column)
-    tokenizer = load_tokenizer(ModelArguments(tokenizer_name_or_path=args.tokenizer))
+    tokenizer = load_tokenizer(ModelArguments(tokenizer_name_or_path=args.tokenizer), "--tokenizer")
     settings = Settings(args.text_column, args.max_seq_length, args.validation_size, args.seed)
     reports = prepare(splits, args.output, tokenizer, settings, args.num_workers)
     seconds = time.monotonic() - started
@@ -85,8 +91,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_USER_ERROR
-    except OSError as error:
-        print(f"error: {error}", file=sys.stderr)
+    except (OSError, EOFError, BrokenProcessPool) as error:
+        problem = str(error)
+        if not isinstance(error, OSError):
+            problem = "a worker was killed (out of memory? fewer --num_workers need less)"
+        print(f"error: {problem}. Finished parts stay: the same command goes on from them.", file=sys.stderr)
         return EXIT_ERROR
     return 0
 

@@ -261,7 +261,7 @@ class References(dict[tuple[Recipe, int], Series]):
         recipe, steps = key
         dtype = "float64" if steps > 1 else "float32"
         flags = [f"--max_steps={steps}", f"--param_dtype={dtype}"]
-        self[key] = train(self.forked, recipe, REFERENCE, self.folder / f"{recipe}_{steps}", *flags)
+        self[key] = train(self.forked, recipe, REFERENCE, self.folder / f"{recipe.script}_{steps}", *flags)
         return self[key]
 
 
