@@ -256,12 +256,13 @@ class References(dict[tuple[Recipe, int], Series]):
 
     def __init__(self, forked: ForkedParent, folder: Path) -> None:
         self.forked, self.folder = forked, folder
+        self.numbers = itertools.count()  # a reference that fails leaves a folder behind
 
     def __missing__(self, key: tuple[Recipe, int]) -> Series:
         recipe, steps = key
         dtype = "float64" if steps > 1 else "float32"
         flags = [f"--max_steps={steps}", f"--param_dtype={dtype}"]
-        self[key] = train(self.forked, recipe, REFERENCE, self.folder / f"{recipe.script}_{steps}", *flags)
+        self[key] = train(self.forked, recipe, REFERENCE, self.folder / str(next(self.numbers)), *flags)
         return self[key]
 
 
