@@ -301,18 +301,21 @@ def _hash(value: Any) -> str:
     return xxhash.xxh3_64_hexdigest(json.dumps(value, ensure_ascii=False, default=str).encode())
 
 
+def changed_sets(saved: Mapping[str, Any], now: Mapping[str, str]) -> dict[str, tuple[str, str]]:
+    """Held-out sets that are not those of a saved description of a run: name -> what they were, what they are."""
+    then = saved.get("evaluation_data") or now  # nothing: of a run before they were recorded
+    pairs = {name: (then.get(name, "absent"), now.get(name, "absent")) for name in {**then, **now}}
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+
+
 def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:
     """What differs between two descriptions of a run: key -> "then, now" in words."""
     found: dict[str, str] = {}
     for key in ("model", "tokenizer", "data"):
         if saved[key] != now[key]:
             found[key] = f"{saved[key]} in the checkpoint, {now[key]} now"
-    held_out = saved.get("evaluation_data", {}), now["evaluation_data"]  # {}: of before it was recorded
-    if held_out[0] and held_out[0] != held_out[1]:
-        names = [name for name in {**held_out[0], **held_out[1]} if held_out[0].get(name) != held_out[1].get(name)]
-        found["evaluation_data"] = ", ".join(
-            f"{name} {held_out[0].get(name, 'absent')} -> {held_out[1].get(name, 'absent')}" for name in names
-        )
+    if sets := changed_sets(saved, now["evaluation_data"]):
+        found["evaluation_data"] = ", ".join(f"{name} {then} -> {today}" for name, (then, today) in sets.items())
     # Keys of one side only come from another version of transformers.
     configs = saved["model_config"], now["model_config"]
     changed = [key for key in sorted(set(configs[0]) & set(configs[1])) if configs[0][key] != configs[1][key]]

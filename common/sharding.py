@@ -191,7 +191,7 @@ def _check_refinements(args: TrainArguments, strategy: Strategy) -> None:
         )
     if args.fp8_recipe is not None and strategy.mixed_precision != "fp8":
         raise UserError("--fp8_recipe needs mixed_precision: fp8 in the YAML; drop the flag.")
-    if (args.fp8_recipe or "tensorwise") != "tensorwise" and strategy.fp8_options["enable_fsdp_float8_all_gather"]:
+    if args.fp8_recipe not in (None, "tensorwise") and strategy.fp8_options["enable_fsdp_float8_all_gather"]:
         raise UserError(
             f"--fp8_recipe {args.fp8_recipe}: weights are gathered in fp8 with one scale a tensor only; write "
             "fp8_enable_fsdp_float8_all_gather: false in the YAML."

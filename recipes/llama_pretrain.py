@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from common import data
 from common.arguments import TrainArguments, UserError, arg, num_training_steps, parse_args, plan_batch
-from common.checkpoint import Checkpoints
+from common.checkpoint import Checkpoints, changed_sets
 from common.documents import Encoder
 from common.evaluation import (
     continue_text,
@@ -165,9 +165,9 @@ class Evaluation:
         self.before: dict[str, float] | None = None
         if (found := checkpoints.found) is not None:
             self.before = read_first_line(found.folder.parent.parent / "metrics.jsonl", accelerator)
-            recorded = found.manifest["run"].get("evaluation_data") or checkpoints.evaluation_data
+            changed = changed_sets(found.manifest["run"], checkpoints.evaluation_data)
             for name in filter(None, held_out):
-                if recorded.get(key := name.rstrip("_")) != checkpoints.evaluation_data[key]:
+                if (key := name.rstrip("_")) in changed:
                     self.before.pop(f"eval_{name}loss", None)
                     accelerator.print(f"no {name}forgetting: the model before training was evaluated on another {key}.")
 
