@@ -65,6 +65,7 @@ FP8 = Setup(
         "fp8_config": {"fp8_backend": "AO", "fp8_enable_fsdp_float8_all_gather": True, "fp8_pad_inner_dim": True},
     }
 )
+PRODUCTS = Setup(flags=["--attn_implementation=eager"])  # attention as two matrix products, its softmax compiled
 FORWARD_PREFETCH = Setup({"fsdp_forward_prefetch": True})
 NO_WRAP = Setup({"fsdp_auto_wrap_policy": "NO_WRAP"})
 SIZE_WRAP = Setup({"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP", "fsdp_min_num_params": 100_000_000})
@@ -111,6 +112,9 @@ T5_SETUPS = {
     "ours_16_kept_bf16_reduce": COMPILED + batch(16) + KEPT + BF16_REDUCE,
     "ours_32_kept_bf16_reduce": COMPILED + batch(32) + KEPT + BF16_REDUCE,
     "ours_48_kept_bf16_reduce": COMPILED + batch(48) + KEPT + BF16_REDUCE,
+    "ours_56_kept_bf16_reduce": COMPILED + batch(56) + KEPT + BF16_REDUCE,
+    "ours_32_products": COMPILED + batch(32) + KEPT + BF16_REDUCE + PRODUCTS,
+    "ours_40_products": COMPILED + batch(40) + KEPT + BF16_REDUCE + PRODUCTS,
 }
 SHAPES = {
     "llama3_8b": Shape(

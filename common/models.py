@@ -1,6 +1,7 @@
 """Tokenizer and model: from a checkpoint, or from a config with random weights."""
 
 import functools
+import inspect
 import json
 import re
 import shutil
@@ -302,6 +303,36 @@ def _contiguous(compute_bias: Callable[..., torch.Tensor]) -> Callable[..., torc
     @functools.wraps(compute_bias)
     def wrapped(*args: Any, **kwargs: Any) -> torch.Tensor:
         return compute_bias(*args, **kwargs).contiguous()
+
+    return wrapped
+
+
+def with_position_biases(block: torch.nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """`forward` of a block, given the biases that T5's first block computes itself; the others' as it is.
+
+    Outside what is compiled: the first blocks are then compiled together with the others, and Inductor fails on the
+    decoder's bucket numbers under dynamic shapes (torch 2.11: an AssertionError of their value ranges).
+    """
+    layers: Any = getattr(block, "layer", [None])
+    attention: Any = getattr(layers[0], "SelfAttention", None)
+    if not getattr(attention, "has_relative_attention_bias", False):
+        return forward
+    names = list(inspect.signature(block.forward).parameters)
+    if "position_bias" not in names:  # UMT5, whose blocks all have a bias of their own
+        return forward
+
+    @functools.wraps(forward)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        hidden, encoder_hidden = given["hidden_states"], given.get("encoder_hidden_states")
+        length = hidden.shape[1]
+        biases = {"position_bias": attention.compute_bias(length, length, device=hidden.device)}
+        if encoder_hidden is not None:
+            shape = 1, attention.n_heads, length, encoder_hidden.shape[1]
+            biases["encoder_decoder_position_bias"] = hidden.new_zeros(shape)
+        # By position or by name as they came: another way of calling it would be compiled once more.
+        args = tuple(biases.get(name, value) for name, value in zip(names, args, strict=False))
+        return forward(*args, **kwargs | {name: bias for name, bias in biases.items() if name in kwargs})
 
     return wrapped
 

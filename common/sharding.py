@@ -50,7 +50,7 @@ from common import context_parallel, memory
 from common.arguments import ModelArguments, TrainArguments, UserError
 from common.launch import Strategy, compute_dtype, param_dtype, reduce_dtype
 from common.losses import set_training_loss
-from common.models import Weights, meta_model
+from common.models import Weights, meta_model, with_position_biases
 
 RECOMPILE_LIMIT = 32
 
@@ -89,13 +89,15 @@ def prepare_model(
     if args.param_dtype == "float64":
         for module in (model, *blocks):  # blocks too: checkpointing runs them again outside the model's forward
             module.forward = _StayInFloat64.within(module.forward)
-    if strategy.compile_options and model.config.is_encoder_decoder:
-        # The blocks of one class differ: encoder or decoder, the first or a later one, with padding in the batch or
-        # without, and each of these twice, for one length and for all. Beyond its limit of 8 dynamo would run them
-        # uncompiled, with a warning.
+    compile_options = strategy.compile_options
+    if compile_options and model.config.is_encoder_decoder:
+        # Batches of documents are ragged. Each form of a block (encoder or decoder, with padding in the batch or
+        # without) takes up to ten seconds to compile: not for one length alone, to be thrown away at the next. Beyond
+        # its limit of 8 forms dynamo would run them uncompiled, with a warning.
+        compile_options = {**compile_options, "dynamic": True}
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, RECOMPILE_LIMIT)
     for block in blocks:
-        _replace_forward(block, recompute, args.recompute_matmuls, offload_activations, strategy.compile_options)
+        _replace_forward(block, recompute, args.recompute_matmuls, offload_activations, compile_options)
     _cast(model, param_dtype(args))
     names = {parameter: name for name, parameter in model.named_parameters()}  # tied parameters: their first name
     fill = None
@@ -117,7 +119,7 @@ def prepare_model(
         weights.close()
     head = model.get_output_embeddings()
     assert head is not None, "the recipes' model classes have a head"
-    set_training_loss(prepared, head, args.loss_chunk_tokens, strategy.compile_options)
+    set_training_loss(prepared, head, args.loss_chunk_tokens, compile_options)
     wrong = {p.dtype for p in prepared.parameters() if p.requires_grad} - {param_dtype(args)}
     assert not wrong, f"trainable parameters of {wrong} instead of {args.param_dtype}"
     if strategy.kind != "fsdp1":  # whose parameters are pieces now
@@ -371,7 +373,7 @@ def _replace_forward(
         if recompute_matmuls is not None:
             fast = functools.partial(fast, context_fn=functools.partial(_selective_contexts, recompute_matmuls))
     if compile_options:
-        fast = torch.compile(fast, **compile_options)
+        fast = with_position_biases(block, torch.compile(fast, **compile_options))
     if offload_activations:
         fast = _OffloadInputs(fast)
     if fast is plain:

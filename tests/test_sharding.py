@@ -1,5 +1,7 @@
 """What checkpointing, compiling and sharding must leave alone: gradients, types, names and that every weight moves."""
 
+import functools
+import inspect
 import json
 import os
 import sys
@@ -33,7 +35,7 @@ from common.arguments import OptimizerArguments, TrainArguments, UserError
 from common.launch import Strategy, build_accelerator, run
 from common.loop import seed_step
 from common.losses import token_loss
-from common.models import load_config, load_model
+from common.models import load_config, load_model, with_position_biases
 from common.optim import build_optimizer
 from common.sharding import (
     clip_grad_norm_,
@@ -225,8 +227,30 @@ def test_compiled_blocks_have_no_graph_break_and_settle(kind: str) -> None:
         token_loss(model, inputs).backward()
         num_graphs.append(counters["stats"]["unique_graphs"])
     assert not counters["graph_break"]
-    assert num_graphs[0] > 0 and num_graphs[4:] == [num_graphs[3]] * 4
+    # T5: encoder and decoder, first and later blocks alike, without padding and with; and the loss.
+    assert num_graphs[0] > 0 and num_graphs[4:] == [num_graphs[3] if kind != "t5" else 5] * 4
     torch._dynamo.reset()
+
+
+def test_position_biases_computed_outside_the_first_blocks() -> None:
+    model = prepare(make_model("t5", 0.1))
+    expected = gradients(model, "t5")
+    given = []
+
+    def watch(forward: Any, *args: Any, **kwargs: Any) -> Any:
+        inputs = inspect.signature(forward).bind(*args, **kwargs).arguments
+        names = ["position_bias", "encoder_decoder_position_bias"]
+        given.extend(
+            inputs.get(name) is not None for name in names[: 1 + (inputs["encoder_hidden_states"] is not None)]
+        )
+        return forward(*args, **kwargs)
+
+    for block in (*model.encoder.block, *model.decoder.block):
+        watched = functools.wraps(block.forward)(functools.partial(watch, block.forward))
+        block.forward = with_position_biases(block, watched)
+    found = gradients(model, "t5")
+    assert given == [True] * (model.config.num_layers + 2 * model.config.num_decoder_layers)
+    assert all(torch.equal(expected[name], grad) for name, grad in found.items())
 
 
 @pytest.mark.parametrize("kind", KINDS)
