@@ -89,6 +89,15 @@ NEVER_CHANGED = {
 ALLOWABLE = (
     *(key for key in COMPARED if key not in NEVER_CHANGED), "model_config", "tokenizer", "data", "evaluation_data",
 )  # fmt: skip
+# Beginnings of the names of flags that may be why data differs.
+_OF_ROWS = (
+    "max_seq", "max_source", "max_target", "max_summary", "dataset", "document", "summary", "source", "text",
+    "validation", "max_games",
+)  # fmt: skip
+_FLAGS_OF = {
+    "data": (*_OF_ROWS, "train", "max_train"),
+    "evaluation_data": (*_OF_ROWS, "forgetting", "max_eval", "per_device_eval", "rouge", "legal"),
+}
 # Keys of a model's config that say how it is run or who wrote it, not what it computes.
 _NOT_COMPARED_CONFIG = {"transformers_version", "dtype", "torch_dtype", "architectures", "use_cache", "name_or_path"}
 # State tensors of the optimizers in units of the parameters.
@@ -301,21 +310,16 @@ def _hash(value: Any) -> str:
     return xxhash.xxh3_64_hexdigest(json.dumps(value, ensure_ascii=False, default=str).encode())
 
 
-def changed_sets(saved: Mapping[str, Any], now: Mapping[str, str]) -> dict[str, tuple[str, str]]:
-    """Held-out sets that are not those of a saved description of a run: name -> what they were, what they are."""
-    then = saved.get("evaluation_data") or now  # nothing: of a run before they were recorded
-    pairs = {name: (then.get(name, "absent"), now.get(name, "absent")) for name in {**then, **now}}
-    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
-
-
 def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:
     """What differs between two descriptions of a run: key -> "then, now" in words."""
     found: dict[str, str] = {}
     for key in ("model", "tokenizer", "data"):
         if saved[key] != now[key]:
             found[key] = f"{saved[key]} in the checkpoint, {now[key]} now"
-    if sets := changed_sets(saved, now["evaluation_data"]):
-        found["evaluation_data"] = ", ".join(f"{name} {then} -> {today}" for name, (then, today) in sets.items())
+    sets = saved["evaluation_data"], now["evaluation_data"]
+    pairs = {name: [described.get(name, "absent") for described in sets] for name in {**sets[0], **sets[1]}}
+    if changed := [f"{name} {then} -> {today}" for name, (then, today) in pairs.items() if then != today]:
+        found["evaluation_data"] = ", ".join(changed)
     # Keys of one side only come from another version of transformers.
     configs = saved["model_config"], now["model_config"]
     changed = [key for key in sorted(set(configs[0]) & set(configs[1])) if configs[0][key] != configs[1][key]]
@@ -325,16 +329,14 @@ def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, s
     for key in COMPARED:
         if settings[0][key] != settings[1][key]:
             found[key] = f"{settings[0][key]} -> {settings[1][key]}"
-    if "data" in found:
+    for key, prefixes in _FLAGS_OF.items():
         flags = [
-            f"--{key} {settings[0][key]} -> {settings[1][key]}"
-            for key in settings[0]
-            if key.startswith(("max_", "train", "dataset", "document", "summary", "source", "text", "validation"))
-            and key not in ("max_steps", "max_eval_samples", "max_run_seconds", "max_grad_norm", "max_skipped_steps")
-            and key not in ("max_eval_batches", "max_new_tokens")
-            and settings[0][key] != settings[1].get(key)
+            f"--{name} {value} -> {settings[1].get(name)}"
+            for name, value in settings[0].items()
+            if name.startswith(prefixes) and value != settings[1].get(name)
         ]
-        found["data"] += f" ({'; '.join(flags)})" if flags else ""
+        if key in found and flags:
+            found[key] += f" ({'; '.join(flags)})"
     return found
 
 
@@ -477,6 +479,8 @@ class Checkpoints:
         self._allowed = _allowed_keys(args)
         self.evaluation_data: Mapping[str, str] = {}
         """Name -> description of each held-out set that must stay the same; the recipe's to fill in."""
+        self.before_training: dict[str, Any] = {}
+        """What the recipe knows of the model before training, as JSON values: each checkpoint hands it on."""
         self.changed: dict[str, str] = {}
         """What differs from the checkpoint's run, as allowed."""
         self._only_evaluates = args.max_steps == 0
@@ -487,6 +491,8 @@ class Checkpoints:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self.last_saved_step: int | None = None
         self.found = self._find()
+        if self.found:
+            self.before_training = dict(self.found.manifest.get("before_training", {}))
 
     def _new_group(self) -> dist.ProcessGroup | None:
         if not dist.is_initialized():
@@ -769,6 +775,7 @@ class Checkpoints:
             "state": dict(state),
             "tracker_run_id": tracker_run_id,
             "run": self._run,
+            "before_training": self.before_training,
             "libraries": {module.__name__: module.__version__ for module in (torch, accelerate, transformers)},
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
         }

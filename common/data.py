@@ -827,6 +827,10 @@ class EvalBatches:
             self._is_padding.append(True)
         self._indices = batches[process_index::num_processes]
         self._is_padding = self._is_padding[process_index::num_processes]
+        self.description = (
+            f"{self.num_examples:,} examples, contents {contents_hash(dataset, lengths, self.num_examples)}"
+        )
+        """What is evaluated; equal for every number of processes."""
         self._batches = functools.partial(_load, dataset, self._indices, collate_fn, num_workers, pin_memory)
 
     def __len__(self) -> int:
@@ -1000,12 +1004,13 @@ def describe_contents(dataset: Any, lengths: np.ndarray | None = None) -> str:
     return f"{len(dataset):,} training examples, contents {contents_hash(dataset, lengths)}"
 
 
-def contents_hash(dataset: Any, lengths: np.ndarray | None = None) -> str:
-    """Hash of all lengths and of up to 256 examples spread over the dataset."""
+def contents_hash(dataset: Any, lengths: np.ndarray | None = None, num_examples: int | None = None) -> str:
+    """Hash of all lengths and of up to 256 examples spread over the dataset, or over its first `num_examples`."""
     digest = xxhash.xxh3_64()
+    number = len(dataset) if num_examples is None else num_examples
     if lengths is not None:
-        digest.update(np.ascontiguousarray(lengths, dtype=np.int64).tobytes())
-    for index in np.linspace(0, len(dataset) - 1, min(len(dataset), 256)).astype(int).tolist():
+        digest.update(np.ascontiguousarray(lengths[:number], dtype=np.int64).tobytes())
+    for index in np.linspace(0, number - 1, min(number, 256)).astype(int).tolist():
         row = {key: np.asarray(value).tolist() for key, value in dataset[index].items()}
         digest.update(json.dumps(row, sort_keys=True).encode())
     return digest.hexdigest()

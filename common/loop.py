@@ -183,9 +183,11 @@ def train(
         return progress
     if saved is not None:
         progress = Progress(**saved["progress"])
-        if "evaluation_data" in checkpoints.changed or not _holds_best(
-            output / "best", progress.best_step, accelerator
-        ):
+        is_held = _holds_best(output / "best", progress.best_step, accelerator)
+        if is_held and progress.best_step is not None and "evaluation_data" in checkpoints.changed:
+            accelerator.print(f"best/, of step {progress.best_step}, was chosen on other data: choosing begins anew")
+            is_held = False
+        if not is_held:
             progress.best_metric = progress.best_step = None
         window.restore(saved["window"])
         sampler.restore(saved.get("data"))

@@ -588,7 +588,14 @@ def _is_tokenized(text: str) -> bool:
     folder = Path(text)
     if (folder / REPORT).is_file() and not (folder / COMPLETE).is_file():
         raise UserError(f"{text}: its preparation is not complete; run the same tools/prepare_data.py command again.")
-    return any((folder / name).is_file() for name in (COMPLETE, "state.json"))
+    if any((folder / name).is_file() for name in (COMPLETE, "state.json")):
+        return True
+    if splits := sorted(path.parent.name for path in folder.glob("*/state.json")):
+        raise UserError(
+            f"{text}: without {COMPLETE}, {', '.join(splits)} in it are datasets of their own; give each, such as "
+            f"{folder / splits[0]}, to its flag, or save them together as a DatasetDict."
+        )
+    return False
 
 
 def _load_tokenized(path: Path, flag: str, settings: SourceSettings) -> dict[str, TokenRows]:

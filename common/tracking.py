@@ -12,7 +12,6 @@ from urllib.parse import urlsplit
 
 from accelerate import Accelerator
 from accelerate.tracking import GeneralTracker, TensorBoardTracker, WandBTracker
-from accelerate.utils import broadcast_object_list
 
 from common.arguments import TrainArguments, UserError, tracker_names
 from common.files import write_text
@@ -70,15 +69,6 @@ class MetricsLog:
             if line_step <= step:
                 kept.append(line)
         write_text(self.path, "".join(kept))
-
-
-def read_first_line(file: Path, accelerator: Accelerator) -> dict[str, Any]:
-    """Metrics of step 0 in a run's metrics.jsonl, empty where there are none; the main process reads. Collective."""
-    found: list[dict[str, Any]] = [{}]
-    if accelerator.is_main_process and file.is_file():
-        lines = map(json.loads, file.read_text(encoding="utf-8").splitlines())
-        found = [next((line for line in lines if line["step"] == 0), {})]
-    return broadcast_object_list(found)[0]
 
 
 def _is_non_finite(value: float | int | str) -> bool:

@@ -179,13 +179,17 @@ class Evaluation:
             max_prompt_length=self.max_prompt_length, seed=args.seed,
         )  # fmt: skip
         self.engine_path = chess_model.find_engine(args.engine) if args.engine else None
+        assert self.batches is not None  # there is always a validation game
+        self.description = {"validation": self.batches.description}
+        if "legal" in args.metric_for_best_model:
+            self.description["positions"] = f"{len(self.positions):,} positions"
 
     def __call__(self, model: nn.Module) -> dict[str, float]:
         """Loss per token and per move, next-move accuracy, legal-move rates, score against the engine. Collective."""
         from common import chess_model
 
         args, accelerator, tokenizer = self.args, self.accelerator, self.tokenizer
-        assert self.batches is not None  # there is always a validation game
+        assert self.batches is not None
         sums = sum_over_dataset(accelerator, model, self.batches, chess_model.move_statistics)
         metrics = loss_and_accuracy(sums)
         metrics["eval_perplexity"] = math.exp(metrics["eval_loss"])
@@ -225,6 +229,7 @@ def main() -> None:
     if args.packing:
         train_data = data.pack(train_data, args.max_seq_length)
     evaluate = Evaluation(args, accelerator, tokenizer, eval_games)
+    checkpoints.evaluation_data = evaluate.description
     collate = data.CausalCollator(chess_model.padding_token_id(tokenizer), pad_to_multiple_of=8)
     sampler = data.StepSampler(len(train_data), plan.total, args.seed, data.column_array(train_data, "length"))
     num_steps = num_training_steps(args, len(train_data), plan.total)

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from common import data
 from common.arguments import TrainArguments, UserError, arg, num_training_steps, parse_args, plan_batch
-from common.checkpoint import Checkpoints, changed_sets
+from common.checkpoint import Checkpoints
 from common.documents import Encoder
 from common.evaluation import (
     continue_text,
@@ -55,7 +55,7 @@ from common.sources import (
     load_stream,
     source_name,
 )
-from common.tracking import RunLog, read_first_line
+from common.tracking import RunLog
 
 SAMPLE_FILE = Path(__file__).resolve().parent / "samples" / "wikihow_articles.csv"
 
@@ -154,37 +154,29 @@ class Evaluation:
         checkpoints: Checkpoints,
     ) -> None:
         self.args, self.accelerator, self.tokenizer = args, accelerator, tokenizer
-        self.sets = {
-            name: (evaluation_batches(args, accelerator, rows, data.collate_windows), rows.targets_per_byte())
-            for name, rows in held_out.items()
-        }
-        checkpoints.evaluation_data = {
-            name.rstrip("_") or "validation": f"{len(rows):,} sequences, contents {data.contents_hash(rows)}"
-            for name, rows in held_out.items()
-        }
-        self.before: dict[str, float] | None = None
-        if (found := checkpoints.found) is not None:
-            self.before = read_first_line(found.folder.parent.parent / "metrics.jsonl", accelerator)
-            changed = changed_sets(found.manifest["run"], checkpoints.evaluation_data)
-            for name in filter(None, held_out):
-                if (key := name.rstrip("_")) in changed:
-                    self.before.pop(f"eval_{name}loss", None)
-                    accelerator.print(f"no {name}forgetting: the model before training was evaluated on another {key}.")
+        self.sets: dict[str, tuple[data.EvalBatches, float]] = {}
+        for name, rows in held_out.items():
+            batches = evaluation_batches(args, accelerator, rows, data.collate_windows)
+            assert batches is not None  # no set is empty
+            self.sets[name] = batches, rows.targets_per_byte()
+        names = {name: f"forgetting {name[:-1]}" if name else "validation" for name in held_out}
+        checkpoints.evaluation_data = {names[name]: batches.description for name, (batches, _) in self.sets.items()}
+        self.before = checkpoints.before_training
+        self.is_before_training = checkpoints.found is None or checkpoints.found.step == 0
+        self.unknown: set[str] = set()
 
     def __call__(self, model: nn.Module) -> dict[str, float]:
         """Loss, perplexity and bits per byte of each set; of --forgetting_dataset also what was lost. Collective."""
         metrics: dict[str, float] = {}
         for name, (batches, targets_per_byte) in self.sets.items():
-            assert batches is not None  # no set is empty
             sums = loss_and_accuracy(sum_over_dataset(self.accelerator, model, batches, token_statistics))
             loss = sums["eval_loss"]
             sums |= {"eval_perplexity": math.exp(loss), "eval_bits_per_byte": loss / math.log(2) * targets_per_byte}
             metrics |= {key.replace("eval_", f"eval_{name}", 1): value for key, value in sums.items()}
-        if self.before is None:
-            self.before = dict(metrics)
-        for name in filter(None, self.sets):
-            if f"eval_{name}loss" in self.before:
-                metrics[f"eval_{name}forgetting"] = metrics[f"eval_{name}loss"] - self.before[f"eval_{name}loss"]
+        for name, (batches, _) in self.sets.items():
+            if name:
+                metrics |= self.forgetting(name, metrics[f"eval_{name}loss"], batches.description)
+        self.is_before_training = False
         if self.args.prompt:
             text = continue_text(
                 self.accelerator, model, self.tokenizer, self.args.prompt, max_new_tokens=self.args.max_new_tokens,
@@ -192,6 +184,18 @@ class Evaluation:
             )  # fmt: skip
             self.accelerator.print(f"-- answer\n{text}")
         return metrics
+
+    def forgetting(self, name: str, loss: float, description: str) -> dict[str, float]:
+        """The loss less the one before training, where it was of the same examples; else nothing, and a line."""
+        if self.is_before_training:
+            self.before.setdefault(name, {"data": description, "loss": loss})
+        before = self.before.get(name, {})
+        if before.get("data") == description:
+            return {f"eval_{name}forgetting": loss - before["loss"]}
+        if name not in self.unknown:
+            self.unknown.add(name)
+            self.accelerator.print(f"no {name}forgetting: these examples were not evaluated before training")
+        return {}
 
 
 def main() -> None:

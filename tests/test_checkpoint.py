@@ -529,6 +529,15 @@ CHANGES: list[tuple[str, dict[str, Any], str]] = [
 ]  # fmt: skip
 
 
+def test_what_was_known_before_training_is_handed_on(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    run = Run(tmp_path, tokenizer)
+    run.checkpoints.before_training["stories"] = {"data": "9 sequences", "loss": 1 / 3}
+    for step in (1, 2):
+        run.save(step)
+        run = Run(tmp_path, tokenizer, resume_from_checkpoint="latest")
+        assert run.checkpoints.before_training == {"stories": {"data": "9 sequences", "loss": 1 / 3}}
+
+
 @pytest.mark.parametrize(("key", "change", "text"), CHANGES, ids=lambda value: value if isinstance(value, str) else "")
 def test_a_change_needs_permission(
     key: str,

@@ -5,6 +5,7 @@ import json
 import multiprocessing
 import os
 import random
+import re
 import socket
 import time
 import traceback
@@ -695,6 +696,17 @@ def test_evaluation_starts_with_the_longest_and_can_be_cut_short() -> None:
         assert sorted(i for item in cut if not item.is_padding for i in item.indices) == [0, 1, 2, 3]
         assert run(process_index=0, max_batches=2).num_examples == 4
         assert run(process_index=0, max_batches=9).num_examples == 5
+
+
+def test_an_evaluation_is_described_by_what_it_reads() -> None:
+    run = partial(data.EvalBatches, collate_fn=stack)
+    sizes: dict[str, Any] = {"num_processes": 1, "per_device_batch_size": 2}
+    first = run(numbers(5), process_index=0, **sizes, max_batches=2).description
+    assert re.fullmatch(r"4 examples, contents \w{16}", first)
+    same = (numbers(4), sizes), (numbers(9), sizes | {"max_batches": 2}), (numbers(4), sizes | {"num_processes": 3})
+    assert all(run(rows, process_index=0, **more).description == first for rows, more in same)
+    other = (numbers(5), sizes), (numbers(5), sizes | {"max_batches": 1}), (numbers(9).select(range(1, 5)), sizes)
+    assert first not in [run(rows, process_index=0, **more).description for rows, more in other]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

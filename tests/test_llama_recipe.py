@@ -147,27 +147,40 @@ def test_mistakes_in_arguments(flags: list[str], message: str) -> None:
 def test_forgetting_is_of_the_same_text_or_of_none(forked: ForkedParent, news: Path, tmp_path: Path) -> None:
     """Under the name of a set, another text has no loss of the model before training to be compared with."""
     flags = [*FLAGS, f"--train_file={news}", "--eval_on_start=true", "--eval_strategy=steps", "--eval_steps=2"]
-    flags += ["--save_strategy=steps", "--save_steps=2"]
+    flags += ["--save_strategy=steps", "--save_steps=2", "--validation_size=0.2"]
     texts = []
     for number in (2, 3):
         (tmp_path / str(number)).mkdir()
         texts.append(write(tmp_path / str(number) / "general.jsonl", 12, number))
 
-    def train(num_steps: int, text: Path, *more: str) -> Result:
-        more = (f"--max_steps={num_steps}", f"--forgetting_dataset={text}", *more)
+    def train(num_steps: int, text: Path | None, *more: str) -> Result:
+        more = (f"--max_steps={num_steps}", *([f"--forgetting_dataset={text}"] if text else []), *more)
         return run(forked, tmp_path / "run", *flags, *more, num_processes=1)
 
+    resume, allow = "--resume_from_checkpoint=latest", "--allow_changed=evaluation_data"
     assert (first := train(2, texts[0])).exit_code == 0, first.output
-    other = train(4, texts[1], "--resume_from_checkpoint=latest")
-    assert other.exit_code == 2 and "different run: evaluation_data: general " in other.output, other.output
-    same = train(4, texts[0], "--resume_from_checkpoint=latest")
-    assert same.exit_code == 0, same.output
-    allowed = train(6, texts[1], "--resume_from_checkpoint=latest", "--allow_changed=evaluation_data")
-    assert allowed.exit_code == 0, allowed.output
-    assert "no general_forgetting: the model before training was evaluated on another general." in allowed.output
-    evaluations = [line for line in lines(tmp_path / "run") if "eval_general_loss" in line]
-    assert [line["step"] for line in evaluations] == [0, 2, 4, 6]
-    assert ["eval_general_forgetting" in line for line in evaluations] == [True, True, True, False]
+    for other in (train(4, texts[1], resume), train(4, texts[0], resume, "--max_eval_batches=1")):
+        assert other.exit_code == 2 and "different run: evaluation_data: " in other.output, other.output
+        assert "no general_forgetting" not in other.output
+    assert "(--max_eval_batches None -> 1)" in other.output, other.output
+    unknown = "no general_forgetting: these examples were not evaluated before training"
+    for num_steps, text, more, is_unknown in (
+        (4, texts[0], [resume], False),
+        (6, texts[1], [resume, allow], True),
+        (8, texts[1], [resume], True),
+        (10, None, [resume, allow], False),
+        (12, texts[1], [resume, allow], True),
+        (14, texts[0], [resume, allow], False),
+    ):
+        done = train(num_steps, text, *more)
+        assert done.exit_code == 0 and (unknown in done.output) == is_unknown, done.output
+        assert ("was chosen on other data: choosing begins anew" in done.output) == (allow in more), done.output
+    evaluations = {line["step"]: line for line in lines(tmp_path / "run") if "eval_general_loss" in line}
+    assert list(evaluations) == [0, 2, 4, 6, 8, 12, 14]
+    forgetting = {step: line.get("eval_general_forgetting") for step, line in evaluations.items()}
+    assert [step for step, value in forgetting.items() if value is None] == [6, 8, 12]
+    before = evaluations[0]["eval_general_loss"]
+    assert all(forgetting[step] == evaluations[step]["eval_general_loss"] - before for step in (0, 2, 4, 14))
 
 
 def test_the_demo_measures_forgetting_wherever_one_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

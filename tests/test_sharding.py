@@ -233,9 +233,9 @@ def test_compiled_blocks_have_no_graph_break_and_settle(kind: str) -> None:
 
 
 def test_position_biases_computed_outside_the_first_blocks() -> None:
-    model = prepare(make_model("t5", 0.1))
+    model: Any = prepare(make_model("t5", 0.1))
     expected = gradients(model, "t5")
-    given = []
+    given: list[bool] = []
 
     def watch(forward: Any, *args: Any, **kwargs: Any) -> Any:
         inputs = inspect.signature(forward).bind(*args, **kwargs).arguments

@@ -165,6 +165,16 @@ def test_seed_folder_with_labels_and_padding(settings: SourceSettings, tmp_path:
         rows[0]
 
 
+def test_splits_that_were_saved_one_by_one(settings: SourceSettings, tmp_path: Path) -> None:
+    for name in ("train", "validation"):
+        datasets.Dataset.from_dict({"input_ids": [[5, 6]]}).save_to_disk(tmp_path / name)
+    with pytest.raises(
+        UserError, match=r"without dataset_dict.json, train, validation in it are .*/train, to its flag"
+    ):
+        sources.load_source(spec(str(tmp_path)), settings)
+    assert len(sources.load_source(spec(str(tmp_path / "train")), settings)["train"]) == 1
+
+
 def test_what_is_no_such_folder(settings: SourceSettings, file: Path, tmp_path: Path) -> None:
     def load(**columns: Any) -> None:
         folder = tmp_path / f"folder{len(list(tmp_path.iterdir()))}"

@@ -321,6 +321,41 @@ def test_a_different_run_is_refused_in_one_line(forked: ForkedParent, tmp_path: 
     assert before == ((output / "config.yaml").read_text(), (output / "metrics.jsonl").read_text())
 
 
+@pytest.mark.parametrize(
+    ("recipe", "more"),
+    [
+        ("t5_summarize", []),
+        pytest.param("t5_summarize", ["--metric_for_best_model=eval_rougeLsum"], marks=pytest.mark.full),
+        ("gpt_shakespeare", ["--prompt="]),
+        ("chess_finetune", ["--legal_move_samples=2"]),
+        pytest.param("llama_pretrain", ["--prompt="], marks=pytest.mark.full),
+    ],
+)
+def test_the_best_model_is_judged_by_the_same_examples(
+    recipe: str, more: list[str], forked: ForkedParent, tmp_path: Path
+) -> None:
+    if recipe == "chess_finetune":
+        pytest.importorskip("chess")
+    by_rouge = any("rouge" in flag for flag in more)
+    flags = [
+        f"--config={recipe}_demo", "--save_strategy=steps", "--save_steps=1", "--eval_strategy=steps", "--eval_steps=1",
+        f"--output_dir={tmp_path}", "--total_batch_size=4", "--per_device_eval_batch_size=2", *more,
+    ]  # fmt: skip
+    if recipe == "t5_summarize":
+        flags += [f"--rouge_samples={2 if by_rouge else 0}", "--max_new_tokens=2"][: 1 + by_rouge]
+    first = forked.run(f"recipes/{recipe}.py", *flags, "--max_steps=1", config="single_device", num_processes=1)
+    assert first.exit_code == 0, first.output
+    resume = [*flags, "--max_steps=2", "--resume_from_checkpoint=latest"]
+    other = "--rouge_samples=1" if by_rouge else "--max_eval_batches=1"
+    refused = forked.run(f"recipes/{recipe}.py", *resume, other, config="single_device", num_processes=1)
+    assert refused.exit_code == 2, refused.output
+    assert re.search(rf"evaluation_data: (validation|rouge) .* \({other.replace('=', ' .* -> ')}\)", refused.output)
+    allowed = [*resume, other, "--allow_changed=evaluation_data"]
+    done = forked.run(f"recipes/{recipe}.py", *allowed, config="single_device", num_processes=1)
+    assert done.exit_code == 0, done.output
+    assert re.search(r"best/, of step \d, was chosen on other data: choosing begins anew", done.output), done.output
+
+
 @pytest.mark.full
 def test_wandb_goes_on_with_the_same_run(forked: ForkedParent, tmp_path: Path) -> None:
     output = tmp_path / "run"
