@@ -35,7 +35,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 from common import arguments, memory
 from common.accelerate_config import check_launch, wrap_class_names
-from common.arguments import TrainArguments, UserError, is_first_process
+from common.arguments import TrainArguments, UserError, is_first_process, plan_batch
 from common.files import write_text
 from common.optim import LossScale
 from common.stopping import received_signal
@@ -202,13 +202,11 @@ def build_accelerator(args: TrainArguments, *, slices_sequences: bool = False) -
         # 0 alone reading and broadcasting, is switched off, because it leaves the other processes with empty weights.
         os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
         os.environ["FSDP_SYNC_MODULE_STATES"] = "false"
-        if on_cpu and _flag("FSDP_OFFLOAD_PARAMS"):
+        if _flag("FSDP_OFFLOAD_PARAMS"):
             if requested == "fsdp1":
-                raise UserError(
-                    "fsdp_offload_params: FSDP1 offloads from a GPU only and cannot be rehearsed on the CPU; "
-                    "rehearse with fsdp_version: 2, or set it to false."
-                )
-            substitutions.append("offload without pinned memory")
+                _check_fsdp1_offload(args, num_processes, on_cpu)
+            if on_cpu:
+                substitutions.append("offload without pinned memory")
         if on_cpu and num_processes == 1 and requested == "fsdp1":
             substitutions.append("FSDP1 on one process shards nothing (NO_SHARD)")
     compute_precision = mixed_precision
@@ -274,7 +272,7 @@ def build_accelerator(args: TrainArguments, *, slices_sequences: bool = False) -
     accelerator.scaler = LossScale() if compute_precision == "fp16" else None
     if parallelism.cp_size > 1:
         accelerator.state.parallelism_config = parallelism
-    _check_effective(accelerator, strategy, num_processes)
+    _check_effective(accelerator, num_processes)
     _set_up_process(args, accelerator, strategy)
     _check_output_dir(args)
     return accelerator, strategy
@@ -379,15 +377,28 @@ def _check_fp8(on_cpu: bool) -> None:
         raise UserError("mixed_precision fp8 needs the package torchao: pip install torchao, or use a YAML with bf16.")
 
 
-def _check_effective(accelerator: Accelerator, strategy: Strategy, num_processes: int) -> None:
-    """Asked for == got, before a model is loaded or a folder is made."""
-    asked = {"processes": num_processes, "fsdp": _flag("ACCELERATE_USE_FSDP")}
-    world = dist.get_world_size() if dist.is_initialized() else 1
-    got = {"processes": world, "fsdp": strategy.is_fsdp}
-    if asked != got or accelerator.num_processes != num_processes:
+def _check_fsdp1_offload(args: TrainArguments, num_processes: int, on_cpu: bool) -> None:
+    if on_cpu:
         raise UserError(
-            f"the launcher asked for {asked}, but this environment gives {got} "
-            f"(accelerate sees {accelerator.num_processes} processes); launch with accelerate launch --config_file."
+            "fsdp_offload_params: FSDP1 offloads from a GPU only and cannot be rehearsed on the CPU; "
+            "rehearse with fsdp_version: 2, or set it to false."
+        )
+    if (plan := plan_batch(args, num_processes)).num_micro_batches > 1:
+        # Documented in torch's FullyShardedDataParallel: the newly reduced gradient takes the place of the sum.
+        raise UserError(
+            f"fsdp_offload_params: FSDP1 keeps the gradient of the last micro-batch only, and a step has "
+            f"{plan.num_micro_batches}; use fsdp_version: 2 (fsdp_full_shard_offload.yaml), or "
+            f"--per_device_train_batch_size {plan.per_device * plan.num_micro_batches}."
+        )
+
+
+def _check_effective(accelerator: Accelerator, num_processes: int) -> None:
+    """As many processes work together as the launcher has started, before a model is loaded or a folder is made."""
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    if not num_processes == world == accelerator.num_processes:
+        raise UserError(
+            f"the launcher says that there are {num_processes} processes, the process group has {world} and accelerate "
+            f"{accelerator.num_processes}; launch with accelerate launch --config_file."
         )
 
 

@@ -35,6 +35,8 @@ from common.stopping import StopRequest
 from common.tracking import RunLog, format_metrics
 
 LOWER_IS_BETTER = ("loss", "perplexity", "bits_per_byte", "forgetting")
+NUM_IDLE_STEPS = 5
+"""So many steps with a gradient of exactly 0 end a run: nothing is learned."""
 BEST_FILE = "best_step.json"  # in best/: the step that it is of
 
 LossFunction = Callable[[nn.Module, Batch], torch.Tensor]
@@ -226,8 +228,14 @@ def train(
         if not math.isfinite(value):
             raise RunFailed(f"{_not_finite(value, step, sampler)} {checkpoints.last_complete().capitalize()}.")
 
+    num_idle_steps = 0
+
     def check_step(norm: float, step: int) -> None:
+        nonlocal num_idle_steps
         check_finite(norm, step)
+        num_idle_steps = num_idle_steps + 1 if norm == 0 else 0
+        if num_idle_steps == NUM_IDLE_STEPS:
+            raise RunFailed(_no_gradient(step, sampler))
         if guard is None or unchecked_loss is None or (spike := guard.check(unchecked_loss.get(), norm)) is None:
             return
         message = f"step {step}: {spike}; its batch has {', '.join(sampler.names(step - 1))}"
@@ -461,6 +469,14 @@ def _not_finite(value: float, step: int, sampler: Sampler) -> str:
     return (
         f"step {step}: the gradient norm or loss is {value}; its batch has training examples "
         f"{', '.join(sampler.names(step - 1))}. Lower --learning_rate, raise --warmup_steps or mend the data."
+    )
+
+
+def _no_gradient(step: int, sampler: Sampler) -> str:
+    return (
+        f"step {step}: the gradient has been 0 for {NUM_IDLE_STEPS} steps, so nothing is learned; its batch has "
+        f"{', '.join(sampler.names(step - 1))}. Do its labels have any token that is not {IGNORE_INDEX}? In fp16 "
+        "gradients may vanish: use bf16."
     )
 
 

@@ -126,6 +126,12 @@ def test_shipped_files_are_fine_and_reach_the_run_as_written(name: str, monkeypa
     assert version == ("1" if name.startswith("fsdp1") else "2" if name.startswith("fsdp") else None)
 
 
+def test_a_flag_of_the_launcher_wins_over_a_nested_key() -> None:
+    path, name = CONFIGS / "fsdp_full_shard.yaml", "FSDP_RESHARD_AFTER_FORWARD"
+    environments = launcher_environment(path), launcher_environment(path, "--fsdp_reshard_after_forward", "false")
+    assert [env[name] for env in environments] == ["true", "false"]
+
+
 def test_shipped_files_are_different_plans() -> None:
     plans = {describe(load(name)) for name in SHIPPED}
     assert len(plans) == len(SHIPPED)

@@ -215,6 +215,22 @@ def test_asked_for_is_not_got(env: dict[str, str], config: str, forked: ForkedPa
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(("launched", "seen"), [(2, 1), (1, 2)])
+def test_accelerate_sees_other_processes(launched: int, seen: int) -> None:
+    accelerator: Any = SimpleNamespace(num_processes=seen)
+    with pytest.raises(UserError, match=f"there are {launched} processes, .* accelerate {seen}; launch with"):
+        launch._check_effective(accelerator, launched)
+
+
+def test_fsdp1_offload_must_not_accumulate() -> None:
+    args = TrainArguments(total_batch_size=16, per_device_train_batch_size=2)
+    with pytest.raises(UserError, match=r"last micro-batch only, .* has 4; .*--per_device_train_batch_size 8\."):
+        launch._check_fsdp1_offload(args, num_processes=2, on_cpu=False)
+    launch._check_fsdp1_offload(args, num_processes=8, on_cpu=False)
+    with pytest.raises(UserError, match="cannot be rehearsed on the CPU"):
+        launch._check_fsdp1_offload(args, num_processes=8, on_cpu=True)
+
+
 def test_float64_with_mixed_precision(forked: ForkedParent, tmp_path: Path) -> None:
     flags = ("--mixed_precision", "bf16")
     result = start(forked, "accelerator", tmp_path / "run", "--param_dtype=float64", launcher_flags=flags)

@@ -6,6 +6,7 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -142,6 +143,15 @@ def test_mistakes_in_arguments(flags: list[str], message: str) -> None:
     with pytest.raises(UserError) as raised:
         parse_args(recipe.LlamaArguments, ["--config=llama_pretrain_demo", *flags])
     assert message in str(raised.value)
+
+
+def test_labels_that_teach_nothing_end_the_run(forked: ForkedParent, tmp_path: Path) -> None:
+    rows = {"input_ids": [[5, 6, 7, 8]] * 40, "labels": [[-100] * 4] * 40}
+    datasets.Dataset.from_dict(rows).save_to_disk(tmp_path / "silent")
+    flags = [*FLAGS, f"--train_file={tmp_path / 'silent'}", "--eval_strategy=no", "--max_steps=9"]
+    result = run(forked, tmp_path / "run", *flags, num_processes=2)
+    assert result.exit_code == 1 and "Traceback" not in result.output, result.output
+    assert "error: step 5: the gradient has been 0 for 5 steps" in result.output and "silent row " in result.output
 
 
 def test_forgetting_is_of_the_same_text_or_of_none(forked: ForkedParent, news: Path, tmp_path: Path) -> None:

@@ -316,6 +316,8 @@ def test_blocks_are_the_models_own() -> None:
     t5, llama = make_model("t5", 0.0), make_model("llama", 0.0)
     assert find_blocks(t5, SINGLE) == [*t5.encoder.block, *t5.decoder.block]
     assert find_blocks(llama, SINGLE) == list(llama.model.layers)
+    llama._no_split_modules = ["LlamaDecoderLayer", "VisionLayer"]  # T5Gemma names a block that it has not
+    assert find_blocks(llama, SINGLE) == list(llama.model.layers)
 
 
 def test_a_model_without_blocks() -> None:

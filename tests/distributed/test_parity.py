@@ -179,6 +179,8 @@ CAUSAL_LAYOUTS = [
     *CONTEXT_LAYOUTS,
     Layout("fsdp_full_shard", 2, 2, "by size", edits=BY_SIZE),
     Layout("fsdp1_full_shard", 2, 2, "by size", edits=BY_SIZE),
+    # Units within a block that is run again.
+    Layout("fsdp_full_shard", 2, 2, "by size", edits=(*BY_SIZE, ("fsdp_activation_checkpointing", True))),
 ]
 # Packed without masks between the documents, which slices do not have.
 PLAIN_LLAMA = replace(LLAMA, flags=(*LLAMA.flags, "--document_masking=false", "--max_seq_length=46"))
@@ -324,6 +326,18 @@ def test_float32_first_step_agrees(
     series = train(forked, recipe, layout, tmp_path / "run", "--max_steps=1")
     torch.testing.assert_close(series.loss, reference.loss, rtol=1e-5, atol=0)
     torch.testing.assert_close(series.grad_norm, reference.grad_norm, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("config", ["fsdp_full_shard", "fsdp1_full_shard"])
+def test_gradients_are_clipped_by_the_norm_of_all_shards(config: str, forked: ForkedParent, tmp_path: Path) -> None:
+    """In float32, where AdamW clips while it updates; with an epsilon that makes the update depend on the scale."""
+    flags = ["--max_steps=5", "--max_grad_norm=0.05", "--adam_epsilon=1e-2", "--weight_decay=0"]
+    layouts = REFERENCE, Layout(config, 2, 4)
+    found, expected = [train(forked, GPT, layout, tmp_path / layout.config, *flags) for layout in layouts]
+    assert expected.grad_norm.min() > 0.5
+    torch.testing.assert_close(found.loss, expected.loss, rtol=1e-5, atol=0)
+    for name, weight in found.weights.items():
+        torch.testing.assert_close(weight, expected.weights[name], rtol=1e-4, atol=1e-6, msg=name)
 
 
 @pytest.mark.full

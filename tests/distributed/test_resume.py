@@ -24,12 +24,14 @@ SEGMENT = 6  # steps between two changes of the layout: an epoch ends in each
 
 def yaml_of(config: str, folder: Path) -> str | Path:
     """What to launch with: the YAML's name, or the path of a changed copy in the folder."""
-    name, _, state_dict_type = config.partition(" ")
-    if not state_dict_type:
+    name, _, change = config.partition(" ")
+    if not change:
         return name
     settings = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text())
-    assert settings["fsdp_config"]["fsdp_state_dict_type"] != state_dict_type
-    settings["fsdp_config"]["fsdp_state_dict_type"] = state_dict_type
+    recomputing = {"fsdp_activation_checkpointing": True}
+    changed = recomputing if change == "recomputing" else {"fsdp_state_dict_type": change}
+    assert not changed.items() <= settings["fsdp_config"].items()
+    settings["fsdp_config"] |= changed
     path = folder / f"{name}.yaml"
     path.write_text(yaml.safe_dump(settings))
     return path
@@ -45,7 +47,7 @@ def yaml_of(config: str, folder: Path) -> str | Path:
         ("ddp", 2, ["--dataloader_num_workers=1"]),
         ("fsdp_full_shard", 2, []),
         ("fsdp_full_shard", 2, ["--async_save"]),
-        ("fsdp1_full_shard", 2, []),
+        ("fsdp1_full_shard recomputing", 2, []),
         ("fsdp1_full_shard SHARDED_STATE_DICT", 2, ["--async_save"]),
         pytest.param("fsdp_full_shard FULL_STATE_DICT", 2, [], marks=pytest.mark.full),
         pytest.param("fsdp1_full_shard SHARDED_STATE_DICT", 2, [], marks=pytest.mark.full),
