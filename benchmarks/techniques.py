@@ -66,6 +66,10 @@ FP8 = Setup(
     }
 )
 PRODUCTS = Setup(flags=["--attn_implementation=eager"])  # attention as two matrix products, its softmax compiled
+ROWWISE = Setup(
+    FP8.edits | {"fp8_config": FP8.edits["fp8_config"] | {"fp8_enable_fsdp_float8_all_gather": False}},
+    ["--fp8_recipe=rowwise"],
+)
 FORWARD_PREFETCH = Setup({"fsdp_forward_prefetch": True})
 NO_WRAP = Setup({"fsdp_auto_wrap_policy": "NO_WRAP"})
 SIZE_WRAP = Setup({"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP", "fsdp_min_num_params": 100_000_000})
@@ -101,6 +105,7 @@ LLAMA_SETUPS = {
     "ours_selective_4": COMPILED + recomputed(4),
     "ours_fp8": COMPILED + FP8 + BF16_REDUCE,
     "ours_fp8_kept": COMPILED + FP8 + KEPT + BF16_REDUCE,
+    "ours_rowwise_kept": COMPILED + ROWWISE + KEPT + BF16_REDUCE,
 }
 T5_SETUPS = {
     "tutorial": CHECKPOINTING + Setup(flags=["--attn_implementation=eager"]),
