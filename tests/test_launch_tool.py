@@ -246,6 +246,23 @@ def test_missing_script_and_missing_config_exit_2(forked: ForkedParent, tmp_path
     assert result.exit_code == 2 and result.output.startswith("error: --config_file is missing")
 
 
+@pytest.mark.parametrize(
+    ("num_machines", "more", "flags", "port"),
+    [
+        (1, "", [], 0),
+        (1, "main_process_port: 29617\n", [], None),
+        (1, "", ["--main_process_port", "29617"], 29617),
+        (2, "main_process_ip: 127.0.0.1\nmain_process_port: 29617\nmachine_rank: 0\nmixed_precision: 'no'\n", [], None),
+    ],
+)
+def test_runs_of_one_machine_have_ports_of_their_own(
+    num_machines: int, more: str, flags: list[str], port: int | None, tmp_path: Path
+) -> None:
+    text = f"distributed_type: MULTI_GPU\nnum_processes: 2\nnum_machines: {num_machines}\n{more}"
+    launch.check(args := parse(tmp_path, text, *flags))
+    assert args.main_process_port == port
+
+
 def test_a_port_in_use_is_one_line(forked: ForkedParent, tmp_path: Path) -> None:
     config = tmp_path / "config.yaml"
     with socket.socket() as taken:

@@ -137,7 +137,7 @@ def grace_seconds() -> float:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Refuses what cannot run; raises `ValueError` with one line for the user."""
+    """Refuses what cannot run; raises `ValueError` with one line for the user. Chooses a port where none is given."""
     import torch
     from accelerate.commands.config import load_config_from_file
 
@@ -185,6 +185,8 @@ def check(args: argparse.Namespace) -> None:
             f"{path} asks for {per_machine} processes on this machine, which has {num_gpus} GPUs: "
             f"pass --num_processes {num_gpus * num_machines} (the total over all machines)"
         )
+    if num_machines == 1 and args.main_process_port is None and config.main_process_port is None:
+        args.main_process_port = 0  # any that is free: runs that start together would all find 29500 free, and take it
 
 
 def main() -> int:
