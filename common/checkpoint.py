@@ -310,16 +310,21 @@ def _hash(value: Any) -> str:
     return xxhash.xxh3_64_hexdigest(json.dumps(value, ensure_ascii=False, default=str).encode())
 
 
+def changed_sets(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
+    """Held-out sets that differ, by the beginning of their metrics' names: what they were, what they are."""
+    sets = saved["evaluation_data"], now["evaluation_data"]
+    pairs = {name: (sets[0].get(name, "absent"), sets[1].get(name, "absent")) for name in {**sets[0], **sets[1]}}
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+
+
 def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:
     """What differs between two descriptions of a run: key -> "then, now" in words."""
     found: dict[str, str] = {}
     for key in ("model", "tokenizer", "data"):
         if saved[key] != now[key]:
             found[key] = f"{saved[key]} in the checkpoint, {now[key]} now"
-    sets = saved["evaluation_data"], now["evaluation_data"]
-    pairs = {name: [described.get(name, "absent") for described in sets] for name in {**sets[0], **sets[1]}}
-    if changed := [f"{name} {then} -> {today}" for name, (then, today) in pairs.items() if then != today]:
-        found["evaluation_data"] = ", ".join(changed)
+    if sets := changed_sets(saved, now):
+        found["evaluation_data"] = ", ".join(f"{name}* {then} -> {today}" for name, (then, today) in sets.items())
     # Keys of one side only come from another version of transformers.
     configs = saved["model_config"], now["model_config"]
     changed = [key for key in sorted(set(configs[0]) & set(configs[1])) if configs[0][key] != configs[1][key]]
@@ -478,11 +483,12 @@ class Checkpoints:
             warnings.filterwarnings("ignore", message=message)
         self._allowed = _allowed_keys(args)
         self.evaluation_data: Mapping[str, str] = {}
-        """Name -> description of each held-out set that must stay the same; the recipe's to fill in."""
+        """Held-out sets that must stay the same: how the names of their metrics begin -> `EvalBatches.description`.
+
+        The recipe's to fill in, before `start`.
+        """
         self.before_training: dict[str, Any] = {}
         """What the recipe knows of the model before training, as JSON values: each checkpoint hands it on."""
-        self.changed: dict[str, str] = {}
-        """What differs from the checkpoint's run, as allowed."""
         self._only_evaluates = args.max_steps == 0
         # Groups of their own, on the host: saving must not meet the training's collectives, nor wait for the device.
         self._votes, self._saving = self._new_group(), self._new_group()
@@ -650,6 +656,17 @@ class Checkpoints:
                 optimizer.register_step_pre_hook(self._wait_until_staged)
         return self.found.manifest["state"] if self.found else None
 
+    def other_choice(self, metric: str) -> str | None:
+        """Why the checkpoint's best model was chosen by other numbers than `metric` now is; None: by the same."""
+        if self.found is None:
+            return None
+        then = self.found.manifest["run"]
+        if (name := then["settings"]["metric_for_best_model"]) != metric:
+            return f"by {name}"
+        begins = [name for name in {**then["evaluation_data"], **self.evaluation_data} if metric.startswith(name)]
+        set_name = max(begins, key=len, default="")
+        return "on other examples" if set_name in changed_sets(then, self._run) else None
+
     def _take_over_output_dir(self) -> None:
         if self.args.resume_from_checkpoint:
             write_config(self.args)
@@ -697,7 +714,6 @@ class Checkpoints:
                 else f"Give the same settings, or permit it with --allow_changed {','.join(refused)}."
             )
             raise UserError(f"{found.folder} is of a different run: {text}. {advice}")
-        self.changed = changed
         for key, what in changed.items():
             self.accelerator.print(f"changed since the checkpoint, as allowed: {key}: {what}")
 

@@ -48,6 +48,7 @@ SPLIT_WORDS = {
 SPLITS = ("train", "validation")
 MAX_WINDOW_BATCHES = 50
 MAX_NAMES = 16  # of examples in messages
+HASHED_BYTES, HASHED_EXAMPLES = 2**30, 4096  # a table of more bytes is described by so many of its examples
 
 Row = dict[str, Any]
 Batch = dict[str, torch.Tensor]
@@ -996,24 +997,51 @@ def describe(train: Dataset, validation: Dataset, left_out: Mapping[str, int]) -
 
 @functools.singledispatch
 def describe_contents(dataset: Any, lengths: np.ndarray | None = None) -> str:
-    """What a checkpoint remembers of its training data, for another run to be compared with.
+    """What a checkpoint remembers of its training data, for another run to be compared with; paths do not count.
 
-    A hash of all lengths and of up to 256 examples spread over the dataset; paths do not count. Datasets of another
-    kind register their own description.
+    Datasets of another kind register their own description.
     """
     return f"{len(dataset):,} training examples, contents {contents_hash(dataset, lengths)}"
 
 
 def contents_hash(dataset: Any, lengths: np.ndarray | None = None, num_examples: int | None = None) -> str:
-    """Hash of all lengths and of up to 256 examples spread over the dataset, or over its first `num_examples`."""
+    """Hash of the lengths and of all values of a dataset, or of its first `num_examples`.
+
+    Of tables of more than a gigabyte, and of datasets that are no tables, 4,096 examples spread over them are read.
+    """
     digest = xxhash.xxh3_64()
     number = len(dataset) if num_examples is None else num_examples
     if lengths is not None:
         digest.update(np.ascontiguousarray(lengths[:number], dtype=np.int64).tobytes())
-    for index in np.linspace(0, number - 1, min(number, 256)).astype(int).tolist():
-        row = {key: np.asarray(value).tolist() for key, value in dataset[index].items()}
-        digest.update(json.dumps(row, sort_keys=True).encode())
-    return digest.hexdigest()
+    rows = getattr(dataset, "rows", dataset)  # those of a `TokenRows`
+    spread = np.linspace(0, number - 1, min(number, HASHED_EXAMPLES)).astype(int)
+    if isinstance(dataset, TokenWindows):
+        digest.update(repr((dataset.block_size, dataset.starts[:number])).encode())
+        last = dataset.starts[number - 1] if number else 0
+        digest.update(np.ascontiguousarray(dataset.tokens[: last + dataset.block_size + 1]).data)
+    elif isinstance(rows, Dataset):
+        digest.update(repr((number, getattr(dataset, "document_masking", None))).encode())
+        is_large = rows.data.nbytes / max(1, len(rows)) * number > HASHED_BYTES
+        chosen = rows.select(spread) if is_large else rows.select(range(number))
+        for table in chosen.with_format("arrow").iter(1000):
+            for name in sorted(table.column_names):
+                digest.update(name.encode())
+                _hash_column(digest, table.column(name).combine_chunks())
+    else:
+        for index in spread.tolist():
+            row = {key: np.asarray(value).tolist() for key, value in dataset[index].items()}
+            digest.update(json.dumps(row, sort_keys=True).encode())
+    return str(digest.hexdigest())
+
+
+def _hash_column(digest: "xxhash.xxh3_64", values: pa.Array) -> None:
+    if pa.types.is_list(values.type) or pa.types.is_large_list(values.type):
+        _hash_column(digest, pc.fill_null(pc.list_value_length(values), -1))
+        values = values.flatten()
+    if pa.types.is_integer(values.type) and not values.null_count:
+        digest.update(values.to_numpy(zero_copy_only=False).astype(np.int64).tobytes())
+    else:
+        digest.update(json.dumps(values.to_pylist(), default=str).encode())
 
 
 def show_samples(

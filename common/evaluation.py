@@ -13,7 +13,7 @@ from torch import nn
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from common.arguments import TrainArguments
+from common.arguments import TrainArguments, UserError
 from common.context_parallel import context_size, data_parallel, sliced
 from common.data import Collator, EvalBatch, EvalBatches, column_array
 from common.losses import IGNORE_INDEX, cross_entropy_sum
@@ -108,7 +108,14 @@ def token_statistics(model: nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
 
 
 def loss_and_accuracy(sums: dict[str, float]) -> dict[str, float]:
-    """Evaluation metrics from the dataset's `token_sums`: means over target tokens, whatever the batches were."""
+    """Evaluation metrics from the dataset's `token_sums`: means over target tokens, whatever the batches were.
+
+    Raises `UserError` where there are no target tokens.
+    """
+    if not sums["tokens"]:
+        raise UserError(
+            f"nothing to evaluate: all labels of {int(sums['examples'])} held-out examples are {IGNORE_INDEX}."
+        )
     return {
         "eval_loss": sums["nll"] / sums["tokens"],
         "eval_token_accuracy": sums["correct"] / sums["tokens"],

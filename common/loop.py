@@ -35,6 +35,7 @@ from common.stopping import StopRequest
 from common.tracking import RunLog, format_metrics
 
 LOWER_IS_BETTER = ("loss", "perplexity", "bits_per_byte", "forgetting")
+HIGHER_IS_BETTER = ("accuracy", "rate", "rouge", "score")
 NUM_IDLE_STEPS = 5
 """So many steps with a gradient of exactly 0 end a run: nothing is learned."""
 BEST_FILE = "best_step.json"  # in best/: the step that it is of
@@ -181,15 +182,20 @@ def train(
     )
     if num_steps == 0:
         progress = Progress(**saved["progress"]) if saved else progress
-        _evaluate_only(accelerator, log, evaluate, progress.step)
+        # What a run has logged stays as it is.
+        is_own = checkpoints.last_saved_step is not None
+        _evaluate_only(accelerator, None if is_own else log, evaluate, progress.step)
+        log.finish()
         return progress
     if saved is not None:
         progress = Progress(**saved["progress"])
-        is_held = _holds_best(output / "best", progress.best_step, accelerator)
-        if is_held and progress.best_step is not None and "evaluation_data" in checkpoints.changed:
-            accelerator.print(f"best/, of step {progress.best_step}, was chosen on other data: choosing begins anew")
-            is_held = False
-        if not is_held:
+        why = checkpoints.other_choice(args.metric_for_best_model)
+        if not _holds_best(output / "best", progress.best_step, accelerator):
+            why = f"is not in {output}"
+        elif why is not None:
+            why = f"was chosen {why}"
+        if why is not None and progress.best_step is not None:
+            accelerator.print(f"the best model so far, of step {progress.best_step}, {why}: choosing begins anew")
             progress.best_metric = progress.best_step = None
         window.restore(saved["window"])
         sampler.restore(saved.get("data"))
@@ -407,19 +413,19 @@ class _Interrupted(Exception):
     """Leaves an evaluation that is asked to stop."""
 
 
-def _evaluate_only(accelerator: Accelerator, log: RunLog, evaluate: Evaluation | None, step: int) -> None:
+def _evaluate_only(accelerator: Accelerator, log: RunLog | None, evaluate: Evaluation | None, step: int) -> None:
     if evaluate is not None:
         metrics = evaluate()
-        log.log(step, metrics)
+        if log is not None:
+            log.log(step, metrics)
         accelerator.print(f"step {step}: {format_metrics(metrics)}")
-    log.finish()
 
 
 def _say_where(accelerator: Accelerator, output: Path, progress: Progress, metric: str) -> None:
     parts = [f"metrics {output / 'metrics.jsonl'}"]
     if progress.step:
         parts.insert(0, f"model {output / 'model'}")
-    if progress.best_step:
+    if progress.best_step is not None:
         parts.insert(
             1, f"best model {output / 'best'} ({metric} {progress.best_metric:.4f} at step {progress.best_step})"
         )
@@ -458,7 +464,9 @@ def _is_better(name: str, metrics: dict[str, float], progress: Progress) -> bool
     if name not in metrics:
         return False
     value, best = metrics[name], progress.best_metric
-    lower_is_better = any(word in name for word in LOWER_IS_BETTER)
+    # The last word that is known: before it stands the name of a set, which may be any.
+    lower, higher = (max(name.rfind(word) for word in words) for words in (LOWER_IS_BETTER, HIGHER_IS_BETTER))
+    lower_is_better = lower > higher
     is_better = not math.isnan(value) and (best is None or (value < best if lower_is_better else value > best))
     if is_better:
         progress.best_metric, progress.best_step = value, progress.step

@@ -97,7 +97,9 @@ class TokenRows:
         self.split = split
         self.folder = folder
         self._tokenizer = tokenizer
+        self.document_masking = document_masking
         self._settings = (tokenizer.eos_token_id, document_masking)
+        self._is_part = False  # of the rows that the folder's report counts
         if "input_ids" not in rows.column_names:
             raise UserError(f"{name}: a tokenized dataset has input_ids; this one has {', '.join(rows.column_names)}.")
         columns = [column for column in ("input_ids", "attention_mask", "labels") if column in rows.column_names]
@@ -107,6 +109,12 @@ class TokenRows:
         longest = pc.max(pc.list_value_length(rows.data.column("input_ids"))).as_py() if len(rows) else None
         if not longest:
             raise UserError(f"{name}: there are no tokens in its {split} split.")
+        is_silent = "labels" in columns and all(
+            pc.all(pc.equal(chunk.flatten(), IGNORE_INDEX)).as_py() for chunk in rows.data.column("labels").chunks
+        )
+        if longest < 2 or is_silent:
+            reason = f"all labels are {IGNORE_INDEX}" if is_silent else "no row has two tokens"
+            raise UserError(f"{name}: nothing can be predicted in its {split} split, {reason}.")
         if longest > max_seq_length:
             raise UserError(f"{name}: rows of up to {longest} tokens, more than --max_seq_length {max_seq_length}.")
         sample = np.linspace(0, len(rows) - 1, min(len(rows), 256)).astype(int)
@@ -152,10 +160,13 @@ class TokenRows:
 
     def select(self, indices: range) -> "TokenRows":
         """Some of the rows."""
-        eos_token_id, document_masking = self._settings
-        return TokenRows(
-            self.rows.select(indices), self.name, self._tokenizer, 2**62, document_masking, self.folder, self.split
+        if indices == range(len(self)):
+            return self
+        part = TokenRows(
+            self.rows.select(indices), self.name, self._tokenizer, 2**62, self.document_masking, self.folder, self.split
         )
+        part._is_part = True
+        return part
 
     def names(self, index: int) -> list[str]:
         """The documents that a row has tokens of: files and the numbers of the documents in them, from 1."""
@@ -166,7 +177,7 @@ class TokenRows:
     def targets_per_byte(self) -> float:
         """Targets for each byte of the text, end tokens included; by decoding where the preparation did not count."""
         encoder_has_bos = self._tokenizer.bos_token_id not in (None, self._tokenizer.eos_token_id)
-        if self.folder is not None:
+        if self.folder is not None and not self._is_part:
             counts = read_report(self.folder)["splits"][self.split]
             return (counts["tokens"] - encoder_has_bos * counts["documents"]) / counts["bytes"]
         num_targets, num_bytes = 0, 0
@@ -533,6 +544,8 @@ def load_source(
     splits: dict[str, list[Path]] = {}
     if _is_tokenized(text):
         own = _load_tokenized(Path(text), flag, settings)
+        if "train" not in own:
+            raise UserError(f"{flag} {text}: it has no split train.")
         if validation_text is None:
             return own
         return {"train": own["train"], "validation": load_held_out(validation_text, "--validation_file", settings)}
@@ -599,8 +612,13 @@ def _is_tokenized(text: str) -> bool:
 
 
 def _load_tokenized(path: Path, flag: str, settings: SourceSettings) -> dict[str, TokenRows]:
-    loaded = datasets.load_from_disk(str(path))
+    try:
+        loaded = datasets.load_from_disk(str(path))
+    except IndexError as error:  # what datasets 5.2 makes of it
+        raise UserError(f"{flag} {path}: a dataset in it has no rows.") from error
     parts = loaded if isinstance(loaded, DatasetDict) else {"train": loaded}
+    if {"valid", "validation"} <= parts.keys():
+        raise UserError(f"{flag} {path}: it has both a split valid and a split validation; take one out.")
     splits = {SPLIT_NAMES[name]: rows for name, rows in parts.items() if name in SPLIT_NAMES}
     if not splits:
         raise UserError(f"{flag} {path}: no split train, validation or valid among {', '.join(parts)}.")

@@ -180,9 +180,9 @@ class Evaluation:
         )  # fmt: skip
         self.engine_path = chess_model.find_engine(args.engine) if args.engine else None
         assert self.batches is not None  # there is always a validation game
-        self.description = {"validation": self.batches.description}
+        self.description = {"eval_": self.batches.description}
         if "legal" in args.metric_for_best_model:
-            self.description["positions"] = f"{len(self.positions):,} positions"
+            self.description["eval_legal"] = f"{len(self.positions):,} positions"
 
     def __call__(self, model: nn.Module) -> dict[str, float]:
         """Loss per token and per move, next-move accuracy, legal-move rates, score against the engine. Collective."""

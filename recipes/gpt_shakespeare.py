@@ -155,7 +155,7 @@ def main() -> None:
     sampler = data.StepSampler(len(train_data), plan.total, args.seed)
     eval_batches = evaluation_batches(args, accelerator, eval_data, data.collate_windows)
     assert eval_batches is not None, "load_blocks gives at least one block"
-    checkpoints.evaluation_data = {"validation": eval_batches.description}
+    checkpoints.evaluation_data = {"eval_": eval_batches.description}
     num_steps = num_training_steps(args, len(train_data), plan.total)
 
     model, weights = load_model(args, config, AutoModelForCausalLM, accelerator)

@@ -158,9 +158,8 @@ class Evaluation:
         for name, rows in held_out.items():
             batches = evaluation_batches(args, accelerator, rows, data.collate_windows)
             assert batches is not None  # no set is empty
-            self.sets[name] = batches, rows.targets_per_byte()
-        names = {name: f"forgetting {name[:-1]}" if name else "validation" for name in held_out}
-        checkpoints.evaluation_data = {names[name]: batches.description for name, (batches, _) in self.sets.items()}
+            self.sets[name] = batches, data.head(rows, batches.num_examples).targets_per_byte()
+        checkpoints.evaluation_data = {f"eval_{name}": batches.description for name, (batches, _) in self.sets.items()}
         self.before = checkpoints.before_training
         self.is_before_training = checkpoints.found is None or checkpoints.found.step == 0
         self.unknown: set[str] = set()

@@ -224,7 +224,7 @@ def main() -> None:
     sampler = data.StepSampler(len(train_data), plan.total, args.seed, data.column_array(train_data, "length"))
     eval_batches = evaluation_batches(args, accelerator, eval_data, collate)
     rouge_batches = evaluation_batches(args, accelerator, data.head(eval_data, args.rouge_samples), collate)
-    judged = {"validation": eval_batches, "rouge": rouge_batches if "rouge" in args.metric_for_best_model else None}
+    judged = {"eval_": eval_batches, "eval_rouge": rouge_batches if "rouge" in args.metric_for_best_model else None}
     checkpoints.evaluation_data = {name: batches.description for name, batches in judged.items() if batches}
     num_steps = num_training_steps(args, len(train_data), plan.total)
 

@@ -85,7 +85,7 @@ class Run:
         self.accelerator: Any = OneProcess()
         strategy = Strategy(kind="single", mixed_precision="no", plugin=plugin)
         self.checkpoints = Checkpoints(self.args, self.accelerator, strategy, tokenizer)
-        self.checkpoints.evaluation_data = {"validation": "5 sequences", "stories": held_out}
+        self.checkpoints.evaluation_data = {"eval_": "5 sequences", "eval_stories_": held_out}
         self.state: dict[str, Any] | None = None
         if start:
             plan = BatchPlan(self.args.total_batch_size or 4, 4, 1, 1)
@@ -525,8 +525,29 @@ CHANGES: list[tuple[str, dict[str, Any], str]] = [
     ("data", {"dataset": DATA.select(range(9)), "max_train_samples": 9},
      r"data: 10 training examples.*9 training examples.*--max_train_samples None -> 9"),
     ("data", {"dataset": DATA.select([1, 0, *range(2, 10)])}, "data: 10 training examples"),
-    ("evaluation_data", {"held_out": "2 sequences"}, r"evaluation_data: stories 9 sequences -> 2 sequences"),
+    ("evaluation_data", {"held_out": "2 sequences"}, r"evaluation_data: eval_stories_\* 9 sequences -> 2 sequences"),
 ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("metric", "change", "why"),
+    [
+        ("eval_loss", {}, None),
+        ("eval_loss", {"held_out": "2 sequences"}, None),
+        ("eval_stories_loss", {}, "by eval_loss"),
+        ("eval_stories_loss", {"held_out": "2 sequences"}, "by eval_loss"),
+    ],
+)
+def test_the_choice_of_the_best_depends_on_its_own_examples(
+    metric: str, change: dict[str, Any], why: str | None, tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    Run(tmp_path, tokenizer).save(1)
+    more: dict[str, Any] = {"resume_from_checkpoint": "latest", "allow_changed": "evaluation_data"}
+    run = Run(tmp_path, tokenizer, **more, metric_for_best_model=metric, **change)
+    assert run.checkpoints.other_choice(metric) == why
+    run.save(2)
+    again = Run(tmp_path, tokenizer, **more, metric_for_best_model=metric, held_out="3 sequences")
+    assert again.checkpoints.other_choice(metric) == (None if metric == "eval_loss" else "on other examples")
 
 
 def test_what_was_known_before_training_is_handed_on(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -554,7 +575,8 @@ def test_a_change_needs_permission(
     run = Run(tmp_path / "run", tokenizer, allow_changed=key, **options)
     assert run.state == {"progress": 2}
     assert any(re.search(text, line) for line in run.accelerator.printed)
-    assert list(run.checkpoints.changed) == [key]
+    said = [line for line in run.accelerator.printed if line.startswith("changed since the checkpoint, as allowed: ")]
+    assert len(said) == 1 and f"allowed: {key}: " in said[0]
 
 
 @pytest.mark.parametrize(

@@ -698,6 +698,31 @@ def test_evaluation_starts_with_the_longest_and_can_be_cut_short() -> None:
         assert run(process_index=0, max_batches=9).num_examples == 5
 
 
+def test_contents_are_all_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows: dict[str, list[Any]] = {
+        "input_ids": [[i, i + 1, i + 2] for i in range(3000)],
+        "text": [str(i) for i in range(3000)],
+    }
+    table = datasets.Dataset.from_dict(rows)
+    plain = data.contents_hash(table)
+    assert plain == data.contents_hash(datasets.concatenate_datasets([table.select(range(7)), table.skip(7)]))
+    assert plain == data.contents_hash(table.cast_column("input_ids", datasets.List(datasets.Value("int32"))))
+    for name, value in (("input_ids", [7, 1235, 1236]), ("input_ids", [1234, 1235]), ("text", "")):
+        changed: dict[str, Any] = {column: [*values] for column, values in rows.items()}
+        changed[name][1234] = value
+        assert data.contents_hash(datasets.Dataset.from_dict(changed)) != plain
+    with monkeypatch.context() as patch:
+        patch.setattr(data, "HASHED_BYTES", 1)
+        patch.setattr(data, "HASHED_EXAMPLES", 2)
+        assert data.contents_hash(table) not in (plain, data.contents_hash(table.select(range(2999))))
+    tokens, changed_tokens = np.arange(99), np.arange(99)
+    changed_tokens[50] = 0
+    windows = [data.TokenWindows(tokens, 8, range(0, 90, step)) for step in (8, 9)]
+    windows.append(data.TokenWindows(changed_tokens, 8, range(0, 90, 9)))
+    assert len({data.contents_hash(each) for each in windows}) == 3
+    assert data.contents_hash(windows[1], num_examples=5) == data.contents_hash(windows[2], num_examples=5)
+
+
 def test_an_evaluation_is_described_by_what_it_reads() -> None:
     run = partial(data.EvalBatches, collate_fn=stack)
     sizes: dict[str, Any] = {"num_processes": 1, "per_device_batch_size": 2}

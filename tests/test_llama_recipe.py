@@ -146,7 +146,7 @@ def test_mistakes_in_arguments(flags: list[str], message: str) -> None:
 
 
 def test_labels_that_teach_nothing_end_the_run(forked: ForkedParent, tmp_path: Path) -> None:
-    rows = {"input_ids": [[5, 6, 7, 8]] * 40, "labels": [[-100] * 4] * 40}
+    rows = {"input_ids": [[5, 6, 7, 8]] * 40, "labels": [[5, -100, -100, -100]] * 40}  # a first token is no target
     datasets.Dataset.from_dict(rows).save_to_disk(tmp_path / "silent")
     flags = [*FLAGS, f"--train_file={tmp_path / 'silent'}", "--eval_strategy=no", "--max_steps=9"]
     result = run(forked, tmp_path / "run", *flags, num_processes=2)
@@ -184,7 +184,7 @@ def test_forgetting_is_of_the_same_text_or_of_none(forked: ForkedParent, news: P
     ):
         done = train(num_steps, text, *more)
         assert done.exit_code == 0 and (unknown in done.output) == is_unknown, done.output
-        assert ("was chosen on other data: choosing begins anew" in done.output) == (allow in more), done.output
+        assert "choosing begins anew" not in done.output, "the validation text is the same"
     evaluations = {line["step"]: line for line in lines(tmp_path / "run") if "eval_general_loss" in line}
     assert list(evaluations) == [0, 2, 4, 6, 8, 12, 14]
     forgetting = {step: line.get("eval_general_forgetting") for step, line in evaluations.items()}

@@ -12,6 +12,7 @@ from accelerate import Accelerator
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from common import loop
 from common.arguments import TrainArguments
 from common.loop import HostValue, StepResult, _EpochLine, _Window, is_due, is_save_due, train_step
 from common.optim import LossScale
@@ -37,6 +38,25 @@ def test_evaluations_are_due_by_steps_and_by_parts_of_epochs() -> None:
     assert due(is_due, 10, eval_strategy="steps", eval_steps=5) == [5, 10]
     assert due(is_due, 11, eval_strategy="epoch", evals_per_epoch=2) == [3, 6, 9, 11]
     assert due(is_due, 11, eval_strategy="no") == []
+
+
+@pytest.mark.parametrize(
+    ("name", "better", "worse"),
+    [
+        ("eval_loss", 1.0, 2.0),
+        ("eval_glossary_token_accuracy", 0.9, 0.1),
+        ("eval_accuracy_notes_loss", 1.0, 2.0),
+        ("eval_rouge_notes_bits_per_byte", 1.0, 2.0),
+        ("eval_loss_per_move_opening", 1.0, 2.0),
+        ("eval_lossless_forgetting", -1.0, 2.0),
+        ("eval_rougeLsum", 0.9, 0.1),
+    ],
+)
+def test_which_way_is_better(name: str, better: float, worse: float) -> None:
+    for first, second in ((better, worse), (worse, better)):
+        progress = loop.Progress(step=1)
+        assert loop._is_better(name, {name: first}, progress)
+        assert loop._is_better(name, {name: second}, progress) == (second == better)
 
 
 def test_an_epoch_line_has_the_evaluation_of_its_own_epoch() -> None:

@@ -165,6 +165,18 @@ def test_seed_folder_with_labels_and_padding(settings: SourceSettings, tmp_path:
         rows[0]
 
 
+def test_splits_that_are_missing_or_too_many(settings: SourceSettings, tmp_path: Path) -> None:
+    split = datasets.Dataset.from_dict({"input_ids": [[5, 6]]})
+    for name, splits, said in (
+        ("held", {"valid": split}, "it has no split train"),
+        ("both", {"train": split, "valid": split, "validation": split}, "both a split valid and a split validation"),
+        ("none", {"train": datasets.Dataset.from_dict({"input_ids": []})}, "a dataset in it has no rows"),
+    ):
+        datasets.DatasetDict(splits).save_to_disk(tmp_path / name)
+        with pytest.raises(UserError, match=said):
+            sources.load_source(spec(str(tmp_path / name)), settings)
+
+
 def test_splits_that_were_saved_one_by_one(settings: SourceSettings, tmp_path: Path) -> None:
     for name in ("train", "validation"):
         datasets.Dataset.from_dict({"input_ids": [[5, 6]]}).save_to_disk(tmp_path / name)
@@ -183,10 +195,14 @@ def test_what_is_no_such_folder(settings: SourceSettings, file: Path, tmp_path: 
 
     with pytest.raises(UserError, match=r"rows of up to 33 tokens, more than --max_seq_length 32"):
         load(input_ids=[[5] * 33])
+    with pytest.raises(UserError, match=r"nothing can be predicted in its train split, no row has two tokens"):
+        load(input_ids=[[5], [6]])
+    with pytest.raises(UserError, match=r"nothing can be predicted in its train split, all labels are -100"):
+        load(input_ids=[[5, 6]], labels=[[-100, -100]])
     with pytest.raises(UserError, match=r"row 0: input_ids has 5000, which is no token of the tokenizer's 2048"):
-        load(input_ids=[[5000]])
+        load(input_ids=[[5, 5000]])
     for columns, words in (
-        ({"input_ids": [[-5]]}, r"row 0: input_ids has -5"),
+        ({"input_ids": [[5, -5]]}, r"row 0: input_ids has -5"),
         ({"input_ids": [[5, 6]], "labels": [[-100, 5000]]}, r"row 0: labels has 5000"),
         ({"input_ids": [[5, 6]], "labels": [[5]]}, r"row 0: 1 labels for 2 input_ids"),
         ({"input_ids": [[5], None]}, r"row 1: input_ids is null"),
@@ -196,7 +212,7 @@ def test_what_is_no_such_folder(settings: SourceSettings, file: Path, tmp_path: 
     ):
         with pytest.raises(UserError, match=words):
             load(**columns)
-    in_the_middle = datasets.Dataset.from_dict({"input_ids": [[5]] * 301 + [[5000]] + [[5]] * 298})
+    in_the_middle = datasets.Dataset.from_dict({"input_ids": [[5, 5]] * 301 + [[5, 5000]] + [[5, 5]] * 298})
     in_the_middle.save_to_disk(tmp_path / "in_the_middle")
     rows = sources.load_source(spec(str(tmp_path / "in_the_middle")), settings)["train"]
     with pytest.raises(UserError, match=r"in_the_middle row 301: input_ids has 5000"):
@@ -217,6 +233,11 @@ def test_validation_and_bits_per_byte(settings: SourceSettings, file: Path, tmp_
     )  # the rest is not dropped
     by_counts = own["validation"].targets_per_byte()
     assert by_counts == pytest.approx((report["tokens"] - report["documents"]) / report["bytes"])
+    few = own["validation"].select(range(2))
+    decoded = [settings.tokenizer.decode(few[index]["input_ids"], skip_special_tokens=True) for index in range(2)]
+    bos = settings.tokenizer.bos_token_id
+    num_targets = sum(int((few[index]["input_ids"] != bos).sum()) for index in range(2))
+    assert few.targets_per_byte() == num_targets / len("".join(decoded).encode()) != by_counts
     own["validation"].folder = None
     assert own["validation"].targets_per_byte() == pytest.approx(by_counts, rel=0.01)
     both = sources.load_source(spec(str(file)), settings, str(write(tmp_path / "held.jsonl", 9, 2)))

@@ -276,6 +276,24 @@ def test_the_best_checkpoint_survives_and_its_metric_is_remembered(forked: Forke
     assert [(line["step"], line["eval_loss"]) for line in lines(tmp_path / "evaluation")] == [(2, losses[2])]
 
 
+def test_the_best_model_of_another_metric_or_folder(forked: ForkedParent, tmp_path: Path) -> None:
+    options = [*saving(1), "--eval_strategy=steps", "--eval_steps=1"]
+    train(forked, tmp_path / "run", *options, "--max_steps=1", config="single_device")
+    accuracy = "--metric_for_best_model=eval_token_accuracy"
+    checkpoint = f"--resume_from_checkpoint={tmp_path}/run/checkpoints/step_00000001"
+    for folder, more, why in (
+        ("run", [accuracy], "was chosen by eval_loss"),
+        ("other", [], f"is not in {tmp_path}/other"),
+        ("third", [accuracy], f"is not in {tmp_path}/third"),
+    ):
+        result = train(forked, tmp_path / folder, *options, checkpoint, *more, "--max_steps=2", config="single_device")
+        assert f"the best model so far, of step 1, {why}: choosing begins anew" in result.output
+        assert re.search(r"step 2: eval_loss .* \| new best", result.output), result.output
+    lines_before = lines(tmp_path / "run")
+    train(forked, tmp_path / "run", "--resume_from_checkpoint=latest", "--max_steps=0", config="single_device")
+    assert lines(tmp_path / "run") == lines_before
+
+
 def test_metrics_of_a_course_that_was_given_up_are_cut(forked: ForkedParent, tmp_path: Path) -> None:
     output = tmp_path / "run"
     train(forked, output, *saving(2), "--max_steps=4", config="single_device")
@@ -351,11 +369,12 @@ def test_the_best_model_is_judged_by_the_same_examples(
     other = "--rouge_samples=1" if by_rouge else "--max_eval_batches=1"
     refused = forked.run(f"recipes/{recipe}.py", *resume, other, config="single_device", num_processes=1)
     assert refused.exit_code == 2, refused.output
-    assert re.search(rf"evaluation_data: (validation|rouge) .* \({other.replace('=', ' .* -> ')}\)", refused.output)
+    assert re.search(rf"evaluation_data: eval_(rouge)?\* .* \({other.replace('=', ' .* -> ')}\)", refused.output)
     allowed = [*resume, other, "--allow_changed=evaluation_data"]
     done = forked.run(f"recipes/{recipe}.py", *allowed, config="single_device", num_processes=1)
     assert done.exit_code == 0, done.output
-    assert re.search(r"best/, of step \d, was chosen on other data: choosing begins anew", done.output), done.output
+    said = r"the best model so far, of step \d, was chosen on other examples: choosing begins anew"
+    assert re.search(said, done.output), done.output
 
 
 @pytest.mark.full
