@@ -230,7 +230,9 @@ def main() -> None:
         train_data = data.pack(train_data, args.max_seq_length)
     evaluate = Evaluation(args, accelerator, tokenizer, eval_games)
     checkpoints.evaluation_data = evaluate.description
-    collate = data.CausalCollator(chess_model.padding_token_id(tokenizer), pad_to_multiple_of=8)
+    # Packed sequences are nearly full: with one length for all, kernels are compiled once.
+    multiple = args.max_seq_length if args.packing else 8
+    collate = data.CausalCollator(chess_model.padding_token_id(tokenizer), pad_to_multiple_of=multiple)
     sampler = data.StepSampler(len(train_data), plan.total, args.seed, data.column_array(train_data, "length"))
     num_steps = num_training_steps(args, len(train_data), plan.total)
 
