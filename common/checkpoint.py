@@ -96,7 +96,16 @@ _OF_ROWS = (
 )  # fmt: skip
 _FLAGS_OF = {
     "data": (*_OF_ROWS, "train", "max_train"),
-    "evaluation_data": (*_OF_ROWS, "forgetting", "max_eval", "per_device_eval", "rouge", "legal"),
+    "evaluation_data": (
+        *_OF_ROWS,
+        "forgetting",
+        "max_eval",
+        "per_device_eval",
+        "rouge",
+        "legal",
+        "num_beams",
+        "max_new",
+    ),
 }
 # Keys of a model's config that say how it is run or who wrote it, not what it computes.
 _NOT_COMPARED_CONFIG = {"transformers_version", "dtype", "torch_dtype", "architectures", "use_cache", "name_or_path"}
@@ -113,6 +122,8 @@ EXPECTED_WARNINGS = (
     "torch.distributed is disabled", "Please use DTensor instead", "`_get_pg_default_device` will be deprecated",
     "Multiple backends are registered", "When using ``NO_SHARD``",
 )  # fmt: skip
+
+ABSENT = "absent"  # a held-out set that one of two runs has not
 
 Manifest = dict[str, Any]
 Digests = dict[str, tuple[int, str]]
@@ -313,7 +324,7 @@ def _hash(value: Any) -> str:
 def changed_sets(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
     """Held-out sets that differ, by the beginning of their metrics' names: what they were, what they are."""
     sets = saved["evaluation_data"], now["evaluation_data"]
-    pairs = {name: (sets[0].get(name, "absent"), sets[1].get(name, "absent")) for name in {**sets[0], **sets[1]}}
+    pairs = {name: (sets[0].get(name, ABSENT), sets[1].get(name, ABSENT)) for name in {**sets[0], **sets[1]}}
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
 
@@ -323,7 +334,8 @@ def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, s
     for key in ("model", "tokenizer", "data"):
         if saved[key] != now[key]:
             found[key] = f"{saved[key]} in the checkpoint, {now[key]} now"
-    if sets := changed_sets(saved, now):
+    # A set that is new or left out changes no number; what was measured on it before is not compared with.
+    if sets := {name: pair for name, pair in changed_sets(saved, now).items() if ABSENT not in pair}:
         found["evaluation_data"] = ", ".join(f"{name}* {then} -> {today}" for name, (then, today) in sets.items())
     # Keys of one side only come from another version of transformers.
     configs = saved["model_config"], now["model_config"]
@@ -482,7 +494,7 @@ class Checkpoints:
         for message in EXPECTED_WARNINGS:
             warnings.filterwarnings("ignore", message=message)
         self._allowed = _allowed_keys(args)
-        self.evaluation_data: Mapping[str, str] = {}
+        self.evaluation_data: dict[str, str] = {}
         """Held-out sets that must stay the same: how the names of their metrics begin -> `EvalBatches.description`.
 
         The recipe's to fill in, before `start`.
@@ -556,8 +568,8 @@ class Checkpoints:
         asked = self.args.resume_from_checkpoint
         if asked is None:
             return None
-        folders = step_folders(self.folder) if asked == "latest" else [Path(asked)]
-        folders = self._gather(folders)[0]
+        folders = self._gather(step_folders(self.folder) if asked == "latest" else [Path(asked)])[0]
+        self._seen = folders
         skipped = []
         for folder in folders:
             checkpoint, reason = self._check(folder)
@@ -649,6 +661,8 @@ class Checkpoints:
             self._load(self.found)
             self.last_saved_step = self.found.step if self.found.folder.parent == self.folder else None
         if not self._only_evaluates:
+            if self.args.resume_from_checkpoint:
+                self._refuse_newer()
             self._together("--output_dir", self._on_main(self._take_over_output_dir))
             self._check_room(num_saves)
             if self.args.async_save:
@@ -662,10 +676,10 @@ class Checkpoints:
             return None
         then = self.found.manifest["run"]
         if (name := then["settings"]["metric_for_best_model"]) != metric:
-            return f"by {name}"
+            return f"was chosen by {name}"
         begins = [name for name in {**then["evaluation_data"], **self.evaluation_data} if metric.startswith(name)]
         set_name = max(begins, key=len, default="")
-        return "on other examples" if set_name in changed_sets(then, self._run) else None
+        return "was chosen on other examples" if set_name in changed_sets(then, self._run) else None
 
     def _take_over_output_dir(self) -> None:
         if self.args.resume_from_checkpoint:
@@ -699,6 +713,15 @@ class Checkpoints:
             assert isinstance(staging, Future)
             staging.result()
         return stager
+
+    def _refuse_newer(self) -> None:
+        """Of a run that went on in this folder while this one, which has its lock now, was loading."""
+        newer = set(self._gather(step_folders(self.folder))[0]) - set(self._seen)
+        if self.args.resume_from_checkpoint == "latest" and newer:
+            raise UserError(
+                f"--resume_from_checkpoint latest: {max(newer, key=_step)} was written by another run while this one "
+                "was loading; start it again."
+            )
 
     def _refuse_other_run(self, found: Checkpoint) -> None:
         changed = differences(found.manifest["run"], self._run)

@@ -1,7 +1,10 @@
 """Files and folders that are whole under their own names, whenever the program or the machine stops."""
 
+import contextlib
+import fcntl
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 
@@ -23,6 +26,26 @@ def write_text(path: Path, text: str) -> None:
         os.fsync(file.fileno())
     temporary.replace(path)
     sync(path.parent)
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Make the folder where it is missing, and have other processes wait that ask for it meanwhile."""
+    while True:
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            with contextlib.suppress(OSError):  # a file system without locks
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+            try:
+                is_this = os.path.samestat(os.fstat(descriptor), folder.stat())
+            except FileNotFoundError:  # removed while this process waited
+                is_this = False
+            if is_this:
+                yield
+                return
+        finally:
+            os.close(descriptor)
 
 
 def publish(temporary: Path, folder: Path) -> None:

@@ -485,6 +485,7 @@ def claim_output_dir(args: TrainArguments, accelerator: Accelerator) -> None:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             _lock(folder)
+            _check_folder(args, folder)  # once more: another run may have ended while this one was loading
             if not args.resume_from_checkpoint:  # else once the checkpoint is known to be this run's
                 for path in [folder / name for name in RUN_FILES if (folder / name).exists()]:
                     shutil.rmtree(path) if path.is_dir() else path.unlink()

@@ -38,7 +38,7 @@ LOWER_IS_BETTER = ("loss", "perplexity", "bits_per_byte", "forgetting")
 HIGHER_IS_BETTER = ("accuracy", "rate", "rouge", "score")
 NUM_IDLE_STEPS = 5
 """So many steps with a gradient of exactly 0 end a run: nothing is learned."""
-BEST_FILE = "best_step.json"  # in best/: the step that it is of
+BEST_FILE = "best_step.json"  # in best/: the step that it is of, and the metric's value there
 
 LossFunction = Callable[[nn.Module, Batch], torch.Tensor]
 Evaluation = Callable[[], dict[str, float]]
@@ -190,12 +190,11 @@ def train(
     if saved is not None:
         progress = Progress(**saved["progress"])
         why = checkpoints.other_choice(args.metric_for_best_model)
-        if not _holds_best(output / "best", progress.best_step, accelerator):
-            why = f"is not in {output}"
-        elif why is not None:
-            why = f"was chosen {why}"
-        if why is not None and progress.best_step is not None:
+        if not _holds_best(output / "best", None if why else progress, accelerator):
+            why = why or f"is not in {output}"
+        if why and progress.best_step is not None:
             accelerator.print(f"the best model so far, of step {progress.best_step}, {why}: choosing begins anew")
+        if why:
             progress.best_metric = progress.best_step = None
         window.restore(saved["window"])
         sampler.restore(saved.get("data"))
@@ -273,7 +272,8 @@ def train(
             if is_best:
                 export(output / "best")
                 if accelerator.is_main_process:
-                    write_text(output / "best" / BEST_FILE, json.dumps({"step": progress.step}))
+                    best = {"step": progress.step, "value": progress.best_metric}
+                    write_text(output / "best" / BEST_FILE, json.dumps(best))
             if progress.step > 0:  # the model before training belongs to no epoch
                 epoch.validation = (metrics.get("eval_loss"), is_best)
         progress.is_evaluation_due = False
@@ -397,16 +397,22 @@ def train(
     return progress
 
 
-def _holds_best(folder: Path, step: int | None, accelerator: Accelerator) -> bool:
-    """Whether best/ is the model of this step; one of another course of the run is set aside. Collective."""
-    held: int | None = None
+def _holds_best(folder: Path, progress: Progress | None, accelerator: Accelerator) -> bool:
+    """Whether best/ is the best model of this course of the run (None: of another choice); another is set aside.
+
+    Collective.
+    """
+    held: dict[str, Any] | None = None
+    best: dict[str, Any] | None = None
+    if progress is not None and progress.best_step is not None:
+        best = {"step": progress.best_step, "value": progress.best_metric}
     if accelerator.is_main_process and folder.is_dir():
-        with contextlib.suppress(OSError, ValueError, KeyError):  # killed before it was written
-            held = json.loads((folder / BEST_FILE).read_text())["step"]
-        if held != step:
+        with contextlib.suppress(OSError, ValueError):  # killed before it was written
+            held = json.loads((folder / BEST_FILE).read_text())
+        if best is None or held != best:
             aside = set_aside(folder)
             accelerator.print(f"set aside as {aside}: it is not of a step that the run goes on from")
-    return broadcast_object_list([held])[0] == step
+    return broadcast_object_list([held])[0] == best
 
 
 class _Interrupted(Exception):

@@ -45,7 +45,7 @@ from common.documents import (
     is_held_out,
     read_pieces,
 )
-from common.files import write_text
+from common.files import locked, write_text
 
 FORMAT_VERSION = 1
 NO_TEXT, REST = "documents without text", "tokens at the end that fill no sequence"
@@ -300,11 +300,23 @@ def prepare(
     """
     encoder = Encoder(tokenizer)
     identity = describe(splits, encoder, settings)
+    with locked(output):
+        return _prepare(splits, output, encoder, settings, identity, num_workers, quiet)
+
+
+def _prepare(
+    splits: Mapping[str, list[Path]],
+    output: Path,
+    encoder: Encoder,
+    settings: Settings,
+    identity: dict[str, Any],
+    num_workers: int,
+    quiet: bool,
+) -> dict[str, Report]:
     parts_folder = output / "parts"
-    if output.is_dir() and any(output.iterdir()):
+    if any(output.iterdir()):
         _check_same(output, identity)
     else:
-        output.mkdir(parents=True, exist_ok=True)
         _write_json(output / REPORT, identity)
     if not (output / COMPLETE).exists():
         parts_folder.mkdir(exist_ok=True)

@@ -182,9 +182,10 @@ class TokenRows:
             return (counts["tokens"] - encoder_has_bos * counts["documents"]) / counts["bytes"]
         num_targets, num_bytes = 0, 0
         for index in range(len(self)):
-            tokens = self[index]["input_ids"]
-            num_targets += int((tokens != self._tokenizer.bos_token_id).sum()) if encoder_has_bos else len(tokens)
-            num_bytes += len(self._tokenizer.decode(tokens, skip_special_tokens=True).encode())
+            targets = self[index]["labels"]
+            targets = targets[targets != IGNORE_INDEX]
+            num_targets += int((targets != self._tokenizer.bos_token_id).sum()) if encoder_has_bos else len(targets)
+            num_bytes += len(self._tokenizer.decode(targets, skip_special_tokens=True).encode())
         return num_targets / max(1, num_bytes)
 
 
@@ -422,7 +423,8 @@ def _(dataset: TokenStream, lengths: np.ndarray | None = None) -> str:
 @describe_contents.register
 def _(dataset: Mixture, lengths: np.ndarray | None = None) -> str:
     parts = zip(dataset.sources, dataset.weights, strict=True)
-    return "; ".join(f"{describe_contents(source)}, weight {weight:g}" for source, weight in parts)
+    total = sum(dataset.weights)
+    return "; ".join(f"{describe_contents(source)}, weight {weight / total:g}" for source, weight in parts)
 
 
 class SourceSampler(MixtureSampler):

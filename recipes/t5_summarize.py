@@ -224,8 +224,10 @@ def main() -> None:
     sampler = data.StepSampler(len(train_data), plan.total, args.seed, data.column_array(train_data, "length"))
     eval_batches = evaluation_batches(args, accelerator, eval_data, collate)
     rouge_batches = evaluation_batches(args, accelerator, data.head(eval_data, args.rouge_samples), collate)
-    judged = {"eval_": eval_batches, "eval_rouge": rouge_batches if "rouge" in args.metric_for_best_model else None}
-    checkpoints.evaluation_data = {name: batches.description for name, batches in judged.items() if batches}
+    checkpoints.evaluation_data = {"eval_": eval_batches.description} if eval_batches else {}
+    if rouge_batches and "rouge" in args.metric_for_best_model:
+        how = f"{args.max_new_tokens} new tokens, {args.num_beams} beams"
+        checkpoints.evaluation_data["eval_rouge"] = f"{rouge_batches.description}, {how}"
     num_steps = num_training_steps(args, len(train_data), plan.total)
 
     model, weights = load_model(args, config, AutoModelForSeq2SeqLM, accelerator)

@@ -233,6 +233,20 @@ def test_everything_is_on_disk_before_the_name(
 # Finding
 
 
+def test_what_another_run_has_written_meanwhile_is_not_set_aside(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Both in the same folder: the first is still running when the second looks for the latest checkpoint."""
+    first = Run(tmp_path, tokenizer)
+    first.save(1)
+    second = Run(tmp_path, tokenizer, resume_from_checkpoint="latest", start=False)
+    first.save(2)
+    plan = BatchPlan(4, 4, 1, 1)
+    with pytest.raises(UserError, match=r"step_00000002 was written by another run while this one was loading"):
+        second.checkpoints.start(second.model, second.optimizer, plan, DATA, None, num_steps=9, num_saves=9)
+    assert second.names == ["step_00000001", "step_00000002"]
+
+
 def test_folders_are_sorted_by_number(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     run = Run(tmp_path, tokenizer)
     for step in (900, 1000):
@@ -534,8 +548,8 @@ CHANGES: list[tuple[str, dict[str, Any], str]] = [
     [
         ("eval_loss", {}, None),
         ("eval_loss", {"held_out": "2 sequences"}, None),
-        ("eval_stories_loss", {}, "by eval_loss"),
-        ("eval_stories_loss", {"held_out": "2 sequences"}, "by eval_loss"),
+        ("eval_stories_loss", {}, "was chosen by eval_loss"),
+        ("eval_stories_loss", {"held_out": "2 sequences"}, "was chosen by eval_loss"),
     ],
 )
 def test_the_choice_of_the_best_depends_on_its_own_examples(
@@ -547,7 +561,7 @@ def test_the_choice_of_the_best_depends_on_its_own_examples(
     assert run.checkpoints.other_choice(metric) == why
     run.save(2)
     again = Run(tmp_path, tokenizer, **more, metric_for_best_model=metric, held_out="3 sequences")
-    assert again.checkpoints.other_choice(metric) == (None if metric == "eval_loss" else "on other examples")
+    assert again.checkpoints.other_choice(metric) == (None if metric == "eval_loss" else "was chosen on other examples")
 
 
 def test_what_was_known_before_training_is_handed_on(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:

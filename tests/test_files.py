@@ -1,13 +1,16 @@
 """What is on disk before a name is given, and what a name stands for when a write breaks off."""
 
 import os
+import shutil
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from common.files import publish, write_text
+from common.files import locked, publish, write_text
 from common.launch import write_config
 
 
@@ -67,3 +70,22 @@ def test_a_file_is_the_old_one_until_it_is_the_new_one(
         with pytest.raises(OSError, match="No space left"):
             write()
         assert path.read_text() == "old\n"
+
+
+def test_a_locked_folder_that_is_removed_is_made_again(tmp_path: Path) -> None:
+    order = []
+
+    def second() -> None:
+        with locked(tmp_path / "folder"):
+            order.append("second")
+            assert list((tmp_path / "folder").iterdir()) == []
+
+    with ThreadPoolExecutor(1) as pool:
+        with locked(tmp_path / "folder"):
+            (tmp_path / "folder" / "file").touch()
+            waiting = pool.submit(second)
+            time.sleep(0.3)
+            order.append("first")
+            shutil.rmtree(tmp_path / "folder")
+        waiting.result(timeout=30)
+    assert order == ["first", "second"]

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,20 @@ def test_same_files_for_any_number_of_workers_and_interruptions(
     assert num_starts > 3 and contents(tmp_path / "two") == expected
     prepare.prepare({"train": files}, tmp_path / "two", tokenizer, settings)  # nothing is left to do
     assert contents(tmp_path / "two") == expected
+
+
+def test_runs_that_prepare_the_same_wait_for_each_other(
+    files: list[Path], tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    settings = Settings("text", 16)
+    prepare.prepare({"train": files}, tmp_path / "alone", tokenizer, settings)
+    with ThreadPoolExecutor(4) as pool:
+        runs = [
+            pool.submit(prepare.prepare, {"train": files}, tmp_path / "shared", tokenizer, settings) for _ in range(4)
+        ]
+        reports = [run.result() for run in runs]
+    assert reports == reports[:1] * 4
+    assert contents(tmp_path / "shared") == contents(tmp_path / "alone")
 
 
 def test_what_cannot_be_prepared(files: list[Path], tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:

@@ -234,10 +234,15 @@ def test_validation_and_bits_per_byte(settings: SourceSettings, file: Path, tmp_
     by_counts = own["validation"].targets_per_byte()
     assert by_counts == pytest.approx((report["tokens"] - report["documents"]) / report["bytes"])
     few = own["validation"].select(range(2))
-    decoded = [settings.tokenizer.decode(few[index]["input_ids"], skip_special_tokens=True) for index in range(2)]
+    decoded = [settings.tokenizer.decode(few[index]["input_ids"][1:], skip_special_tokens=True) for index in range(2)]
     bos = settings.tokenizer.bos_token_id
-    num_targets = sum(int((few[index]["input_ids"] != bos).sum()) for index in range(2))
+    num_targets = sum(int((few[index]["input_ids"][1:] != bos).sum()) for index in range(2))
     assert few.targets_per_byte() == num_targets / len("".join(decoded).encode()) != by_counts
+    # Text that is not scored is not counted.
+    rows: dict[str, list[Any]] = {name: few.rows[name][:] * 2 for name in ("input_ids",)}
+    rows["labels"] = [*few.rows["input_ids"][:], *([-100] * len(row) for row in few.rows["input_ids"][:])]
+    masked = TokenRows(datasets.Dataset.from_dict(rows), "x", settings.tokenizer, 32, False)
+    assert masked.targets_per_byte() == few.targets_per_byte()
     own["validation"].folder = None
     assert own["validation"].targets_per_byte() == pytest.approx(by_counts, rel=0.01)
     both = sources.load_source(spec(str(file)), settings, str(write(tmp_path / "held.jsonl", 9, 2)))

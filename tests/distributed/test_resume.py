@@ -281,14 +281,16 @@ def test_the_best_model_of_another_metric_or_folder(forked: ForkedParent, tmp_pa
     train(forked, tmp_path / "run", *options, "--max_steps=1", config="single_device")
     accuracy = "--metric_for_best_model=eval_token_accuracy"
     checkpoint = f"--resume_from_checkpoint={tmp_path}/run/checkpoints/step_00000001"
+    train(forked, tmp_path / "same_step", *options, "--max_steps=1", "--learning_rate=1", config="single_device")
     for folder, more, why in (
-        ("run", [accuracy], "was chosen by eval_loss"),
+        ("same_step", [], f"is not in {tmp_path}/same_step"),
         ("other", [], f"is not in {tmp_path}/other"),
-        ("third", [accuracy], f"is not in {tmp_path}/third"),
+        ("run", [accuracy], "was chosen by eval_loss"),
     ):
         result = train(forked, tmp_path / folder, *options, checkpoint, *more, "--max_steps=2", config="single_device")
         assert f"the best model so far, of step 1, {why}: choosing begins anew" in result.output
         assert re.search(r"step 2: eval_loss .* \| new best", result.output), result.output
+    assert [(tmp_path / folder / "best.superseded").is_dir() for folder in ("same_step", "run", "other")] == [1, 1, 0]
     lines_before = lines(tmp_path / "run")
     train(forked, tmp_path / "run", "--resume_from_checkpoint=latest", "--max_steps=0", config="single_device")
     assert lines(tmp_path / "run") == lines_before
@@ -366,7 +368,7 @@ def test_the_best_model_is_judged_by_the_same_examples(
     first = forked.run(f"recipes/{recipe}.py", *flags, "--max_steps=1", config="single_device", num_processes=1)
     assert first.exit_code == 0, first.output
     resume = [*flags, "--max_steps=2", "--resume_from_checkpoint=latest"]
-    other = "--rouge_samples=1" if by_rouge else "--max_eval_batches=1"
+    other = "--num_beams=1" if by_rouge else "--max_eval_batches=1"
     refused = forked.run(f"recipes/{recipe}.py", *resume, other, config="single_device", num_processes=1)
     assert refused.exit_code == 2, refused.output
     assert re.search(rf"evaluation_data: eval_(rouge)?\* .* \({other.replace('=', ' .* -> ')}\)", refused.output)
