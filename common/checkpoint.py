@@ -35,6 +35,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from enum import Enum, EnumType
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -269,9 +270,18 @@ class _MetadataUnpickler(pickle.Unpickler):
     }  # fmt: skip
 
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):  # by which Python 3.11.2 pickles a member of an enum
+            return self._member
         if name not in self.ALLOWED.get(module, ()):
             raise pickle.UnpicklingError(f".metadata refers to {module}.{name}, which is not allowed")
         return super().find_class(module, name)
+
+    @staticmethod
+    def _member(owner: Any, name: str) -> Enum:
+        if not (isinstance(owner, EnumType) and name in owner.__members__):
+            raise pickle.UnpicklingError(f".metadata asks for {name} of {owner}, which is not allowed")
+        member: Enum = owner[name]
+        return member
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Checkpoints in one process: complete or absent, checked before use, refused where they are another run's."""
 
 import copy
+import io
 import json
 import os
 import pickle
@@ -439,6 +440,26 @@ def test_a_checkpoint_beyond_the_end_is_refused(
     assert Run(tmp_path / "run", tokenizer, resume_from_checkpoint="latest", num_steps=2).state == {"progress": 2}
     with pytest.raises(UserError, match="step_00000002 is beyond the 1 steps of this run: raise --max_steps"):
         Run(tmp_path / "run", tokenizer, resume_from_checkpoint="latest", num_steps=1)
+
+
+def test_members_of_enums_are_read_as_any_python_writes_them() -> None:
+    """Python 3.11.2 pickles them as a call of getattr, which is allowed for nothing else."""
+
+    class Member:
+        def __init__(self, owner: Any, name: str) -> None:
+            self.asked = owner, name
+
+        def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, str]]:
+            return getattr, self.asked
+
+    def read(owner: Any, name: str) -> Any:
+        return checkpoint._MetadataUnpickler(io.BytesIO(pickle.dumps(Member(owner, name)))).load()
+
+    formats = torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING
+    assert read(formats, "TORCH_CONTIGUOUS_FORMAT") is formats.TORCH_CONTIGUOUS_FORMAT
+    for owner, name in ((formats, "__subclasses__"), (torch.Size, "__init__"), ("text", "format")):
+        with pytest.raises(pickle.UnpicklingError, match="not allowed"):
+            read(owner, name)
 
 
 def test_nothing_is_unpickled_that_could_run_code(
