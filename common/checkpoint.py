@@ -124,6 +124,8 @@ EXPECTED_WARNINGS = (
     "Multiple backends are registered", "When using ``NO_SHARD``",
 )  # fmt: skip
 
+METRICS_OF_A_SET = {"loss", "token_accuracy", "perplexity", "bits_per_byte", "forgetting"}
+"""How names of metrics end that each held-out set has, after the beginning that is the set's."""
 ABSENT = "absent"  # a held-out set that one of two runs has not
 
 Manifest = dict[str, Any]
@@ -688,7 +690,9 @@ class Checkpoints:
         if (name := then["settings"]["metric_for_best_model"]) != metric:
             return f"was chosen by {name}"
         begins = [name for name in {**then["evaluation_data"], **self.evaluation_data} if metric.startswith(name)]
-        set_name = max(begins, key=len, default="")
+        # A set may be called `token`: eval_token_accuracy is not its.
+        whole = [name for name in begins if metric.removeprefix(name) in METRICS_OF_A_SET]
+        set_name = max(whole or begins, key=len, default="")
         return "was chosen on other examples" if set_name in changed_sets(then, self._run) else None
 
     def _take_over_output_dir(self) -> None:

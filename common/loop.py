@@ -411,7 +411,8 @@ def _holds_best(folder: Path, progress: Progress | None, accelerator: Accelerato
             held = json.loads((folder / BEST_FILE).read_text())
         if best is None or held != best:
             aside = set_aside(folder)
-            accelerator.print(f"set aside as {aside}: it is not of a step that the run goes on from")
+            reason = "it is of another choice" if progress is None else "it is not of a step that the run goes on from"
+            accelerator.print(f"set aside as {aside}: {reason}")
     return broadcast_object_list([held])[0] == best
 
 

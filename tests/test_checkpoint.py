@@ -585,6 +585,24 @@ def test_the_choice_of_the_best_depends_on_its_own_examples(
     assert again.checkpoints.other_choice(metric) == (None if metric == "eval_loss" else "was chosen on other examples")
 
 
+def test_a_set_whose_name_begins_like_a_metric(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    """A set called `token`: the validation text's accuracy is not its, its own is."""
+    settings: dict[str, Any] = {"metric_for_best_model": "eval_token_accuracy", "start": False}
+    plan = BatchPlan(4, 4, 1, 1)
+    for changed, why in (("eval_token_", None), ("eval_", "was chosen on other examples")):
+        for step, more in (
+            (1, {"overwrite_output_dir": True}),
+            (2, {"resume_from_checkpoint": "latest", "allow_changed": "evaluation_data"}),
+        ):
+            run = Run(tmp_path / changed, tokenizer, **settings, **more)
+            run.checkpoints.evaluation_data = {"eval_": "5 sequences", "eval_token_": "9 sequences"}
+            if step == 2:
+                run.checkpoints.evaluation_data[changed] = "2 sequences"
+            run.checkpoints.start(run.model, run.optimizer, plan, DATA, None, num_steps=9, num_saves=9)
+            assert run.checkpoints.other_choice("eval_token_accuracy") == (why if step == 2 else None)
+            run.save(step)
+
+
 def test_what_was_known_before_training_is_handed_on(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     run = Run(tmp_path, tokenizer)
     run.checkpoints.before_training["stories"] = {"data": "9 sequences", "loss": 1 / 3}
