@@ -98,16 +98,9 @@ _OF_ROWS = (
 _FLAGS_OF = {
     "data": (*_OF_ROWS, "train", "max_train"),
     "evaluation_data": (
-        *_OF_ROWS,
-        "forgetting",
-        "max_eval",
-        "per_device_eval",
-        "rouge",
-        "legal",
-        "num_beams",
-        "max_new",
+        *_OF_ROWS, "forgetting", "max_eval", "per_device_eval", "rouge", "legal", "num_beams", "max_new",
     ),
-}
+}  # fmt: skip
 # Keys of a model's config that say how it is run or who wrote it, not what it computes.
 _NOT_COMPARED_CONFIG = {"transformers_version", "dtype", "torch_dtype", "architectures", "use_cache", "name_or_path"}
 # State tensors of the optimizers in units of the parameters.
@@ -358,13 +351,13 @@ def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, s
     for key in COMPARED:
         if settings[0][key] != settings[1][key]:
             found[key] = f"{settings[0][key]} -> {settings[1][key]}"
-    for key, prefixes in _FLAGS_OF.items():
+    for key in _FLAGS_OF.keys() & found.keys():
         flags = [
             f"--{name} {value} -> {settings[1].get(name)}"
             for name, value in settings[0].items()
-            if name.startswith(prefixes) and value != settings[1].get(name)
+            if name.startswith(_FLAGS_OF[key]) and value != settings[1].get(name)
         ]
-        if key in found and flags:
+        if flags:
             found[key] += f" ({'; '.join(flags)})"
     return found
 
@@ -673,7 +666,7 @@ class Checkpoints:
             self._load(self.found)
             self.last_saved_step = self.found.step if self.found.folder.parent == self.folder else None
         if not self._only_evaluates:
-            if self.args.resume_from_checkpoint:
+            if self.args.resume_from_checkpoint == "latest":
                 self._refuse_newer()
             self._together("--output_dir", self._on_main(self._take_over_output_dir))
             self._check_room(num_saves)
@@ -731,7 +724,7 @@ class Checkpoints:
     def _refuse_newer(self) -> None:
         """Of a run that went on in this folder while this one, which has its lock now, was loading."""
         newer = set(self._gather(step_folders(self.folder))[0]) - set(self._seen)
-        if self.args.resume_from_checkpoint == "latest" and newer:
+        if newer:
             raise UserError(
                 f"--resume_from_checkpoint latest: {max(newer, key=_step)} was written by another run while this one "
                 "was loading; start it again."

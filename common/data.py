@@ -828,11 +828,15 @@ class EvalBatches:
             self._is_padding.append(True)
         self._indices = batches[process_index::num_processes]
         self._is_padding = self._is_padding[process_index::num_processes]
-        self.description = (
-            f"{self.num_examples:,} examples, contents {contents_hash(dataset, lengths, self.num_examples)}"
-        )
-        """What is evaluated; equal for every number of processes."""
+        self._dataset, self._lengths = dataset, lengths
         self._batches = functools.partial(_load, dataset, self._indices, collate_fn, num_workers, pin_memory)
+
+    @functools.cached_property
+    def description(self) -> str:
+        """What is evaluated; equal for every number of processes. Reads it."""
+        return (
+            f"{self.num_examples:,} examples, contents {contents_hash(self._dataset, self._lengths, self.num_examples)}"
+        )
 
     def __len__(self) -> int:
         return len(self._indices)
@@ -1013,28 +1017,42 @@ def contents_hash(dataset: Any, lengths: np.ndarray | None = None, num_examples:
     number = len(dataset) if num_examples is None else num_examples
     if lengths is not None:
         digest.update(np.ascontiguousarray(lengths[:number], dtype=np.int64).tobytes())
-    rows = getattr(dataset, "rows", dataset)  # those of a `TokenRows`
-    spread = np.linspace(0, number - 1, min(number, HASHED_EXAMPLES)).astype(int)
-    if isinstance(dataset, TokenWindows):
-        digest.update(repr((dataset.block_size, dataset.starts[:number])).encode())
-        last = dataset.starts[number - 1] if number else 0
-        digest.update(np.ascontiguousarray(dataset.tokens[: last + dataset.block_size + 1]).data)
-    elif isinstance(rows, Dataset):
-        digest.update(repr((number, getattr(dataset, "document_masking", None))).encode())
-        is_large = rows.data.nbytes / max(1, len(rows)) * number > HASHED_BYTES
-        chosen = rows.select(spread) if is_large else rows.select(range(number))
-        for table in chosen.with_format("arrow").iter(1000):
-            for name in sorted(table.column_names):
-                digest.update(name.encode())
-                _hash_column(digest, table.column(name).combine_chunks())
-    else:
-        for index in spread.tolist():
-            row = {key: np.asarray(value).tolist() for key, value in dataset[index].items()}
-            digest.update(json.dumps(row, sort_keys=True).encode())
+    hash_examples(dataset, digest, number)
     return str(digest.hexdigest())
 
 
-def _hash_column(digest: "xxhash.xxh3_64", values: pa.Array) -> None:
+@functools.singledispatch
+def hash_examples(dataset: Any, digest: xxhash.xxh3_64, number: int) -> None:
+    """Update the digest with the first `number` examples; datasets of another kind register their own way."""
+    for index in _spread(number).tolist():
+        row = {key: np.asarray(value).tolist() for key, value in dataset[index].items()}
+        digest.update(json.dumps(row, sort_keys=True).encode())
+
+
+@hash_examples.register
+def hash_table(dataset: Dataset, digest: xxhash.xxh3_64, number: int, form: Any = None) -> None:
+    """The same for a table; `form`: what else its examples depend on."""
+    digest.update(repr((number, form)).encode())
+    is_large = dataset.data.nbytes / max(1, len(dataset)) * number > HASHED_BYTES
+    chosen = dataset.select(_spread(number)) if is_large else dataset.select(range(number))
+    for table in chosen.with_format("arrow").iter(1000):
+        for name in sorted(table.column_names):
+            digest.update(name.encode())
+            _hash_column(digest, table.column(name).combine_chunks())
+
+
+@hash_examples.register
+def _(dataset: TokenWindows, digest: xxhash.xxh3_64, number: int) -> None:
+    digest.update(repr((dataset.block_size, dataset.starts[:number])).encode())
+    last = dataset.starts[number - 1] if number else 0
+    digest.update(np.ascontiguousarray(dataset.tokens[: last + dataset.block_size + 1]).data)
+
+
+def _spread(number: int) -> np.ndarray:
+    return np.linspace(0, number - 1, min(number, HASHED_EXAMPLES)).astype(int)
+
+
+def _hash_column(digest: xxhash.xxh3_64, values: pa.Array) -> None:
     if pa.types.is_list(values.type) or pa.types.is_large_list(values.type):
         _hash_column(digest, pc.fill_null(pc.list_value_length(values), -1))
         values = values.flatten()

@@ -17,12 +17,22 @@ import datasets
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import xxhash
 from datasets import Dataset, DatasetDict, IterableDataset
 from datasets.exceptions import DatasetNotFoundError
 from transformers import PreTrainedTokenizerBase
 
 from common.arguments import UserError
-from common.data import EpochOrder, MixtureSampler, Row, describe_contents, first_names, load_splits
+from common.data import (
+    EpochOrder,
+    MixtureSampler,
+    Row,
+    describe_contents,
+    first_names,
+    hash_examples,
+    hash_table,
+    load_splits,
+)
 from common.documents import (
     SUFFIXES,
     Encoder,
@@ -97,8 +107,8 @@ class TokenRows:
         self.split = split
         self.folder = folder
         self._tokenizer = tokenizer
+        self._eos_token_id = tokenizer.eos_token_id  # which the tokenizer looks up each time
         self.document_masking = document_masking
-        self._settings = (tokenizer.eos_token_id, document_masking)
         self._is_part = False  # of the rows that the folder's report counts
         if "input_ids" not in rows.column_names:
             raise UserError(f"{name}: a tokenized dataset has input_ids; this one has {', '.join(rows.column_names)}.")
@@ -156,7 +166,7 @@ class TokenRows:
                     f"{self.name} row {index}: its attention_mask has gaps; padding is expected at the end."
                 )
             tokens, labels = tokens[:length], None if labels is None else labels[:length]
-        return make_example(tokens, labels, *self._settings)
+        return make_example(tokens, labels, self._eos_token_id, self.document_masking)
 
     def select(self, indices: range) -> "TokenRows":
         """Some of the rows."""
@@ -413,6 +423,11 @@ class Mixture:
     def __getitem__(self, index: int) -> Row:
         source, own_index = self.locate(index)
         return source[own_index]
+
+
+@hash_examples.register
+def _(dataset: TokenRows, digest: xxhash.xxh3_64, number: int) -> None:
+    hash_table(dataset.rows, digest, number, dataset.document_masking)
 
 
 @describe_contents.register

@@ -172,14 +172,15 @@ class Evaluation:
         self.args, self.accelerator, self.tokenizer, self.games = args, accelerator, tokenizer, games
         self.examples = tokenize_games(args, tokenizer, games, with_moves=True)
         collate = data.CausalCollator(chess_model.padding_token_id(tokenizer), pad_to_multiple_of=8)
-        self.batches = evaluation_batches(args, accelerator, self.examples, collate)
+        batches = evaluation_batches(args, accelerator, self.examples, collate)
+        assert batches is not None  # there is always a validation game
+        self.batches = batches
         self.max_prompt_length = args.max_seq_length - chess_model.MAX_MOVE_TOKENS
         self.positions = chess_model.draw_positions(
             games["moves"][:], tokenizer, args.notation, num_positions=args.legal_move_samples,
             max_prompt_length=self.max_prompt_length, seed=args.seed,
         )  # fmt: skip
         self.engine_path = chess_model.find_engine(args.engine) if args.engine else None
-        assert self.batches is not None  # there is always a validation game
         self.description = {"eval_": self.batches.description}
         if "legal" in args.metric_for_best_model:
             self.description["eval_legal"] = f"{len(self.positions):,} positions"
@@ -189,7 +190,6 @@ class Evaluation:
         from common import chess_model
 
         args, accelerator, tokenizer = self.args, self.accelerator, self.tokenizer
-        assert self.batches is not None
         sums = sum_over_dataset(accelerator, model, self.batches, chess_model.move_statistics)
         metrics = loss_and_accuracy(sums)
         metrics["eval_perplexity"] = math.exp(metrics["eval_loss"])
