@@ -24,7 +24,7 @@ KINDS = {
     "all-gather": r"nccl.*AllGather",
     "reduce-scatter": r"nccl.*ReduceScatter",
     "all-reduce": r"nccl.*AllReduce",
-    "attention": r"fmha|flash|sdpa|cudnn_generated",
+    "attention": r"attention_|fmha|flash|sdpa|cudnn_generated",
     "matrix products": r"nvjet|gemm|cutlass|xmma|cublas",
     "optimizer": r"Adam",
     "gather copies": r"split_with_sizes|chunk_cat|CatArray",

@@ -10,13 +10,18 @@ value). FlexAttention has no dropout, so its time is without.
 import argparse
 import functools
 import statistics
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import flex_attention
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from common.bias_attention import bias_attention
 
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
 
@@ -49,6 +54,10 @@ def flex(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor, 
     return output
 
 
+def ours(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor, dropout: float) -> torch.Tensor:
+    return bias_attention(q, k, v, bias, dropout=dropout).transpose(1, 2)
+
+
 def ways() -> dict[str, Attention]:
     return {
         "products": products,
@@ -57,6 +66,7 @@ def ways() -> dict[str, Attention]:
         "memory-efficient": only(SDPBackend.EFFICIENT_ATTENTION, fused),
         "cuDNN": only(SDPBackend.CUDNN_ATTENTION, fused),
         "FlexAttention, compiled, no dropout": torch.compile(flex),
+        "ours": ours,
     }
 
 

@@ -66,6 +66,7 @@ FP8 = Setup(
     }
 )
 PRODUCTS = Setup(flags=["--attn_implementation=eager"])  # attention as two matrix products, its softmax compiled
+SDPA = Setup(flags=["--attn_implementation=sdpa"])
 ROWWISE = Setup(
     FP8.edits | {"fp8_config": FP8.edits["fp8_config"] | {"fp8_enable_fsdp_float8_all_gather": False}},
     ["--fp8_recipe=rowwise"],
@@ -119,8 +120,8 @@ T5_SETUPS = {
     "ours_32_kept_bf16_reduce": COMPILED + batch(32) + KEPT + BF16_REDUCE,
     "ours_48_kept_bf16_reduce": COMPILED + batch(48) + KEPT + BF16_REDUCE,
     "ours_56_kept_bf16_reduce": COMPILED + batch(56) + KEPT + BF16_REDUCE,
-    "ours_32_products": COMPILED + batch(32) + KEPT + BF16_REDUCE + PRODUCTS,
-    "ours_40_products": COMPILED + batch(40) + KEPT + BF16_REDUCE + PRODUCTS,
+    "ours_32_sdpa": COMPILED + batch(32) + KEPT + BF16_REDUCE + SDPA,
+    "ours_16_products": COMPILED + batch(16) + KEPT + BF16_REDUCE + PRODUCTS,
 }
 SHAPES = {
     "llama3_8b": Shape(

@@ -34,6 +34,7 @@ from transformers import (
 )
 from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
+from common import bias_attention
 from common.arguments import ModelArguments, TrainArguments, UserError
 from common.initialization import InitSource, recorded_init
 
@@ -293,6 +294,17 @@ def _build(args: ModelArguments, config: Any, auto_class: type[_BaseAutoModelCla
     return model
 
 
+def _with_fused_bias(model: PreTrainedModel, args: ModelArguments, device: torch.device) -> PreTrainedModel:
+    """The model, with `bias_attention` instead of SDPA where it learns a bias and the device has the kernels."""
+    learns_bias = any(hasattr(module, "compute_bias") for module in model.modules())
+    is_sdpa = args.attn_implementation is None and model.config._attn_implementation == "sdpa"
+    if learns_bias and is_sdpa and bias_attention.is_available(device):
+        for part in model.modules():
+            if isinstance(part, PreTrainedModel):  # T5's encoder and decoder, too: they have configs of their own
+                part.set_attn_implementation(bias_attention.NAME)
+    return model
+
+
 def _contiguous(compute_bias: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """T5's relative position bias, (1, heads, queries, keys), with its keys next to each other in memory.
 
@@ -348,14 +360,15 @@ def load_model(
     the source is None.
     Raises `UserError` when the checkpoint lacks weights or --init meta does not know how a parameter is initialised.
     """
-    if args.attn_implementation == "flex_attention" and accelerator.device.type == "cpu":
-        raise UserError("--attn_implementation flex_attention: it cannot train on a CPU; drop the flag to rehearse.")
+    kernel = args.attn_implementation
+    if kernel in ("flex_attention", bias_attention.NAME) and accelerator.device.type == "cpu":
+        raise UserError(f"--attn_implementation {kernel}: it cannot train on a CPU; drop the flag to rehearse.")
     set_seed(args.seed)
     if args.model_config_path and args.init == "device":
         with torch.device(accelerator.device):
-            return _build(args, config, auto_class), None
+            return _with_fused_bias(_build(args, config, auto_class), args, accelerator.device), None
     with init_empty_weights(include_buffers=False), recorded_init() as calls:
-        model = _build(args, config, auto_class)
+        model = _with_fused_bias(_build(args, config, auto_class), args, accelerator.device)
     model.tie_weights()
     if args.model_config_path:
         return model, InitSource(model, calls, args.seed)

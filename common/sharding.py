@@ -48,6 +48,7 @@ from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
 from common import context_parallel, memory
 from common.arguments import ModelArguments, TrainArguments, UserError
+from common.bias_attention import OPERATOR
 from common.launch import Strategy, compute_dtype, param_dtype, reduce_dtype
 from common.losses import set_training_loss
 from common.models import Weights, meta_model, with_position_biases
@@ -332,7 +333,7 @@ _MATMULS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_sca
 _ATTENTION = {
     "aten::_scaled_dot_product_flash_attention", "aten::_scaled_dot_product_efficient_attention",
     "aten::_scaled_dot_product_cudnn_attention", "aten::_scaled_dot_product_flash_attention_for_cpu",
-    "aten::_scaled_dot_product_fused_attention_overrideable", "flex_attention",
+    "aten::_scaled_dot_product_fused_attention_overrideable", "flex_attention", OPERATOR,
 }  # fmt: skip
 
 

@@ -31,7 +31,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from common import models
+from common import bias_attention, models
 from common.arguments import TrainArguments, UserError
 from common.export import export_model
 from common.launch import Strategy, build_accelerator, run
@@ -328,9 +328,25 @@ def test_attention_kernels(accelerator: Accelerator) -> None:
         return load_model(args, load_config(args), AutoModelForSeq2SeqLM, accelerator)[0]
 
     assert build("eager").config._attn_implementation == "eager"
-    for kernel, words in (("foo", "not supported"), ("flash_attention_2", "Flash"), ("flex_attention", "CPU")):
+    refused = {"foo": "not supported", "flash_attention_2": "Flash", "flex_attention": "CPU", "bias_attention": "CPU"}
+    for kernel, words in refused.items():
         with pytest.raises(UserError, match=f"--attn_implementation {kernel}: .*{words}"):
             build(kernel)
+
+
+def test_a_learned_bias_has_its_kernels_where_they_run(
+    accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def kernels(**flags: Any) -> set[str | None]:
+        args = TrainArguments(model_config_path=str(T5_DEMO), **flags)
+        model, _ = load_model(args, load_config(args), AutoModelForSeq2SeqLM, accelerator)
+        return {part.config._attn_implementation for part in model.modules() if isinstance(part, PreTrainedModel)}
+
+    assert kernels() == {"sdpa"}
+    monkeypatch.setattr(bias_attention, "is_available", lambda device: True)
+    assert kernels() == kernels(init="device") == {"bias_attention"}
+    assert kernels(attn_implementation="eager") == {"eager"}
+    assert kernels(attn_implementation="sdpa") == {"sdpa"}
 
 
 def test_position_bias_fits_the_fused_attention_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
