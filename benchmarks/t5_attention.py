@@ -80,6 +80,7 @@ def main() -> None:
     parser.add_argument("--dropout", type=float, default=0.1)
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--ways", nargs="+", choices=list(ways()), default=list(ways()))
     args = parser.parse_args()
     torch.manual_seed(0)
     device = torch.device(args.device)
@@ -94,7 +95,8 @@ def main() -> None:
     print(
         f"{'attention':<38} {'forward ms':>10} {'both ms':>8} {'TFLOP/s':>8} {'kept MiB':>9} {'output':>8} {'bias':>8}"
     )
-    for name, attention in ways().items():
+    for name in args.ways:
+        attention = ways()[name]
         try:
             line = measure(attention, inputs, upstream, expected, args.dropout, args.repeats)
         except Exception as error:  # a kernel that refuses is a row, too

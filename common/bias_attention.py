@@ -149,7 +149,9 @@ def _gradients(
     grad_q = grad_scores @ k
     if scale != 1.0:
         grad_q *= scale
-    grad_bias = grad_scores.sum(0, keepdim=True) if learns_bias else q.new_empty(0)
+    grad_bias = q.new_empty(0)
+    if bias is not None and learns_bias:
+        grad_bias = grad_scores.sum(0, keepdim=True, dtype=bias.dtype)  # float32 under autocast
     return grad_q, grad_k.transpose(1, 2), grad_v.transpose(1, 2), grad_bias
 
 
@@ -160,7 +162,7 @@ def _(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     (batch, heads, num_queries, size), num_keys = q.shape, k.shape[2]
     grad_k, grad_v = (q.new_empty(batch, num_keys, heads, size).transpose(1, 2) for _ in range(2))
-    grad_bias = q.new_empty(1, heads, num_queries, num_keys) if learns_bias else q.new_empty(0)
+    grad_bias = bias.new_empty(1, heads, num_queries, num_keys) if learns_bias else q.new_empty(0)
     return q.new_empty(batch, heads, num_queries, size), grad_k, grad_v, grad_bias
 
 

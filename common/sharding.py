@@ -337,6 +337,12 @@ _ATTENTION = {
 }  # fmt: skip
 
 
+def _draws(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether the attention draws a dropout mask itself: if it did not run again, the draws after it would be others."""
+    names = [argument.name for argument in operator._schema.arguments] if hasattr(operator, "_schema") else []
+    return bool({**dict(zip(names, args, strict=False)), **kwargs}.get("dropout_p"))
+
+
 def _selective_contexts(recompute_every: int) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """Contexts of a checkpointed region's forward pass and recomputation.
 
@@ -348,7 +354,7 @@ def _selective_contexts(recompute_every: int) -> tuple[AbstractContextManager[An
     def policy(context: SelectiveCheckpointContext, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         name = operator.name().partition(".")[0]
         if name in _ATTENTION:
-            return CheckpointPolicy.MUST_SAVE
+            return CheckpointPolicy.PREFER_RECOMPUTE if _draws(operator, args, kwargs) else CheckpointPolicy.MUST_SAVE
         if name not in _MATMULS:
             return CheckpointPolicy.PREFER_RECOMPUTE
         num_matmuls[context.is_recompute] += 1

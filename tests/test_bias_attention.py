@@ -118,6 +118,17 @@ def test_dropout_and_its_gradients() -> None:
 
 
 @needs_kernels
+def test_a_bias_of_another_type() -> None:
+    """As under autocast, which leaves the learned table in float32."""
+    *qkv, bias = make_inputs(40, 40, 16)
+    inputs = [*qkv, bias.to(torch.float32 if DTYPE is torch.bfloat16 else torch.float64)]
+    found = run(bias_attention, inputs)
+    assert found[4].dtype == inputs[3].dtype
+    seen = torch.ones(40, 40, dtype=torch.bool, device=DEVICE)
+    assert_close(found, run(partial(products, seen=seen, scale=1.0), [tensor.double() for tensor in inputs]))
+
+
+@needs_kernels
 def test_the_operator_is_one_to_the_compiler() -> None:
     q, k, v, bias = (tensor.requires_grad_() for tensor in make_inputs(20, 24, 16))
     seeds = torch.randint(9, (BATCH, HEADS, 20), dtype=torch.int32, device=DEVICE)

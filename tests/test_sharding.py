@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
@@ -38,6 +39,7 @@ from common.losses import token_loss
 from common.models import load_config, load_model, with_position_biases
 from common.optim import build_optimizer
 from common.sharding import (
+    _selective_contexts,
     clip_grad_norm_,
     convert_to_fp8,
     describe_units,
@@ -493,6 +495,26 @@ def test_checkpointing_with_dropout_under(
         for rank in plain[kind]:
             assert rank["buffers"].keys() == expected.keys()
             assert all(torch.equal(buffer, expected[name]) for name, buffer in rank["buffers"].items())
+
+
+@pytest.mark.gpu
+def test_selective_checkpointing_with_dropout_in_the_attention_kernel() -> None:
+    """The kernel draws random numbers: it has to run again, or the dropout after it would have another mask."""
+    linear = nn.Linear(64, 64, device="cuda", dtype=torch.bfloat16)
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        x = linear(x)
+        return nn.functional.dropout(nn.functional.scaled_dot_product_attention(x, x, x, dropout_p=0.5), 0.5)
+
+    x = torch.randn(2, 4, 32, 64, device="cuda", dtype=torch.bfloat16)
+    gradients = []
+    for forward in (block, functools.partial(
+        checkpoint, block, use_reentrant=False, context_fn=functools.partial(_selective_contexts, 0)
+    )):  # fmt: skip
+        torch.manual_seed(0)
+        (grad,) = torch.autograd.grad(forward(x).float().square().sum(), [linear.weight])
+        gradients.append(grad)
+    assert torch.equal(*gradients)
 
 
 def test_compiled_and_checkpointed_blocks(forked: ForkedParent, tmp_path: Path) -> None:
