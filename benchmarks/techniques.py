@@ -118,6 +118,7 @@ T5_SETUPS = {
     "ours_32_kept": COMPILED + batch(32) + KEPT,
     "ours_16_kept_bf16_reduce": COMPILED + batch(16) + KEPT + BF16_REDUCE,
     "ours_32_kept_bf16_reduce": COMPILED + batch(32) + KEPT + BF16_REDUCE,
+    "ours_40_kept_bf16_reduce": COMPILED + batch(40) + KEPT + BF16_REDUCE,
     "ours_48_kept_bf16_reduce": COMPILED + batch(48) + KEPT + BF16_REDUCE,
     "ours_56_kept_bf16_reduce": COMPILED + batch(56) + KEPT + BF16_REDUCE,
     "ours_32_sdpa": COMPILED + batch(32) + KEPT + BF16_REDUCE + SDPA,

@@ -20,6 +20,7 @@ HEAD_SIZES = (16, 32, 64, 128)
 # The fastest of a dozen sizes for T5-3B's three attentions on an H200.
 FORWARD = {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4, "num_stages": 2}
 BACKWARD = {"BLOCK_M": 32, "BLOCK_N": 64, "num_warps": 4, "num_stages": 2}
+QUERIES = {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4, "num_stages": 3}
 
 
 def is_available(device: torch.device) -> bool:
@@ -140,19 +141,19 @@ def _gradients(
     # Blocks of scores that causal attention never sees are not visited.
     new = q.new_zeros if is_causal else q.new_empty
     grad_scores = new(batch, heads, num_queries, num_keys)
-    grad_k, grad_v = (q.new_empty(batch, num_keys, heads, size) for _ in range(2))
+    grad_q, grad_k, grad_v = (q.new_empty(batch, tensor.shape[2], heads, size) for tensor in (q, k, v))
     kernels.attention_backward[-(-num_keys // BACKWARD["BLOCK_N"]), batch * heads](
         q, k, v, bias, mask, seeds, grad, sums, delta, grad_scores, grad_k, grad_v,
         *_numbers(q, k, v, bias, mask, dropout, scale, is_causal),
         D=size, **BACKWARD,
     )  # fmt: skip
-    grad_q = grad_scores @ k
-    if scale != 1.0:
-        grad_q *= scale
+    kernels.attention_query_gradients[-(-num_queries // QUERIES["BLOCK_M"]), batch * heads](
+        grad_scores, k, grad_q, *k.stride()[:3], heads, num_queries, num_keys, scale, is_causal, D=size, **QUERIES
+    )
     grad_bias = q.new_empty(0)
     if bias is not None and learns_bias:
         grad_bias = grad_scores.sum(0, keepdim=True, dtype=bias.dtype)  # float32 under autocast
-    return grad_q, grad_k.transpose(1, 2), grad_v.transpose(1, 2), grad_bias
+    return grad_q.transpose(1, 2), grad_k.transpose(1, 2), grad_v.transpose(1, 2), grad_bias
 
 
 @_gradients.register_fake
@@ -160,10 +161,10 @@ def _(
     grad: Any, output: Any, sums: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: Any, mask: Any,
     seeds: Any, dropout: float, scale: float, is_causal: bool, learns_bias: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    (batch, heads, num_queries, size), num_keys = q.shape, k.shape[2]
-    grad_k, grad_v = (q.new_empty(batch, num_keys, heads, size).transpose(1, 2) for _ in range(2))
-    grad_bias = bias.new_empty(1, heads, num_queries, num_keys) if learns_bias else q.new_empty(0)
-    return q.new_empty(batch, heads, num_queries, size), grad_k, grad_v, grad_bias
+    batch, heads, num_queries, size = q.shape
+    grad_q, grad_k, grad_v = (q.new_empty(batch, x.shape[2], heads, size).transpose(1, 2) for x in (q, k, k))
+    grad_bias = bias.new_empty(1, heads, num_queries, k.shape[2]) if learns_bias else q.new_empty(0)
+    return grad_q, grad_k, grad_v, grad_bias
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:

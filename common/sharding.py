@@ -338,7 +338,7 @@ _ATTENTION = {
 
 
 def _draws(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether the attention draws a dropout mask itself: if it did not run again, the draws after it would be others."""
+    """Whether the attention draws a dropout mask: if it did not run again, the draws after it would be others."""
     names = [argument.name for argument in operator._schema.arguments] if hasattr(operator, "_schema") else []
     return bool({**dict(zip(names, args, strict=False)), **kwargs}.get("dropout_p"))
 

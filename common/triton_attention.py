@@ -164,3 +164,31 @@ def attention_backward(
     at = ((batch * num_keys + columns[:, None]) * num_heads + head) * D + dims[None, :]
     tl.store(grad_k + at, (sum_k * scale).to(grad_k.dtype.element_ty), mask=is_key[:, None])
     tl.store(grad_v + at, sum_v.to(grad_v.dtype.element_ty), mask=is_key[:, None])
+
+
+@triton.jit
+def attention_query_gradients(
+    grad_scores, k, grad_q, k_batch, k_head, k_row, num_heads, num_queries, num_keys, scale,
+    IS_CAUSAL: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Gradients of BLOCK_M queries (batch, queries, heads, D): their scores' gradients times the keys."""
+    pair = tl.program_id(1)
+    batch, head = (pair // num_heads).to(tl.int64), pair % num_heads
+    rows, dims = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, D)
+    is_row = (rows < num_queries)[:, None]
+    sums = tl.zeros([BLOCK_M, D], tl.float32)
+    end = num_keys
+    if IS_CAUSAL:
+        end = tl.minimum(num_keys, (tl.program_id(0) + 1) * BLOCK_M)
+    for start in range(0, end, BLOCK_N):
+        columns = start + tl.arange(0, BLOCK_N)
+        is_key = columns < num_keys
+        at = grad_scores + (pair.to(tl.int64) * num_queries + rows[:, None]) * num_keys + columns[None, :]
+        grads = tl.load(at, mask=is_row & is_key[None, :], other=0.0)
+        keys = tl.load(
+            k + batch * k_batch + head * k_head + columns[:, None] * k_row + dims[None, :],
+            mask=is_key[:, None], other=0.0,
+        )  # fmt: skip
+        sums = tl.dot(grads, keys, sums)
+    at = grad_q + ((batch * num_queries + rows[:, None]) * num_heads + head) * D + dims[None, :]
+    tl.store(at, (sums * scale).to(grad_q.dtype.element_ty), mask=is_row)
