@@ -23,6 +23,27 @@ def is_kept(rows, columns, threshold):
 
 
 @triton.jit
+def finish_scores(
+    products, bias, mask, rows, columns, bias_row, mask_row, num_queries, num_keys,
+    HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr, IS_CAUSAL: tl.constexpr,
+):  # fmt: skip
+    """Exponents of the softmax's weights out of a tile of scaled products, with bias and mask of their batch and head.
+
+    rows and columns are the tile's queries and keys, one along each of its sides.
+    """
+    is_seen = (rows < num_queries) & (columns < num_keys)
+    is_pair = is_seen
+    scores = products * LOG2_E
+    if HAS_BIAS:
+        scores += tl.load(bias + rows * bias_row + columns, mask=is_pair, other=0.0).to(tl.float32) * LOG2_E
+    if HAS_MASK:
+        is_seen &= tl.load(mask + rows * mask_row + columns, mask=is_pair, other=0) != 0
+    if IS_CAUSAL:
+        is_seen &= rows >= columns
+    return tl.where(is_seen, scores, float("-inf"))
+
+
+@triton.jit
 def attention_forward(
     q, k, v, bias, mask, seeds, out, lse,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, bias_head, bias_row, mask_batch, mask_row,
@@ -41,6 +62,10 @@ def attention_forward(
     )
     if HAS_DROPOUT:
         numbers = tl.load(seeds + pair * num_queries + rows, mask=is_row, other=0).to(tl.uint32)
+    if HAS_BIAS:
+        bias += head * bias_head
+    if HAS_MASK:
+        mask += batch * mask_batch
     largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     sums = tl.zeros([BLOCK_M, D], tl.float32)
@@ -54,18 +79,10 @@ def attention_forward(
             k + batch * k_batch + head * k_head + keys_at[None, :] * k_row + dims[:, None],
             mask=is_key[None, :], other=0.0,
         )  # fmt: skip
-        scores = tl.dot(queries, keys) * (scale * LOG2_E)
-        is_pair = is_row[:, None] & is_key[None, :]
-        if HAS_BIAS:
-            at = bias + head * bias_head + rows[:, None] * bias_row + keys_at[None, :]
-            scores += tl.load(at, mask=is_pair, other=0.0).to(tl.float32) * LOG2_E
-        is_seen = is_pair
-        if HAS_MASK:
-            at = mask + batch * mask_batch + rows[:, None] * mask_row + keys_at[None, :]
-            is_seen &= tl.load(at, mask=is_pair, other=0) != 0
-        if IS_CAUSAL:
-            is_seen &= rows[:, None] >= keys_at[None, :]
-        scores = tl.where(is_seen, scores, float("-inf"))
+        scores = finish_scores(
+            tl.dot(queries, keys) * scale, bias, mask, rows[:, None], keys_at[None, :], bias_row, mask_row,
+            num_queries, num_keys, HAS_BIAS, HAS_MASK, IS_CAUSAL,
+        )  # fmt: skip
         highest = tl.maximum(largest, tl.max(scores, 1))
         offset = tl.where(highest == float("-inf"), 0.0, highest)  # a row that has seen nothing yet
         shrink = tl.exp2(largest - offset)
@@ -122,6 +139,10 @@ def attention_backward(
     values = tl.load(
         v + batch * v_batch + head * v_head + columns[:, None] * v_row + dims[None, :], mask=is_key[:, None], other=0.0
     )
+    if HAS_BIAS:
+        bias += head * bias_head
+    if HAS_MASK:
+        mask += batch * mask_batch
     sum_k = tl.zeros([BLOCK_N, D], tl.float32)
     sum_v = tl.zeros([BLOCK_N, D], tl.float32)
     begin = 0
@@ -133,19 +154,12 @@ def attention_backward(
         queries = tl.load(
             q + batch * q_batch + head * q_head + rows[:, None] * q_row + dims[None, :], mask=is_row[:, None], other=0.0
         )
-        scores = tl.dot(keys, tl.trans(queries)) * (scale * LOG2_E)
-        is_pair = is_key[:, None] & is_row[None, :]
-        if HAS_BIAS:
-            at = bias + head * bias_head + rows[None, :] * bias_row + columns[:, None]
-            scores += tl.load(at, mask=is_pair, other=0.0).to(tl.float32) * LOG2_E
-        is_seen = is_pair
-        if HAS_MASK:
-            at = mask + batch * mask_batch + rows[None, :] * mask_row + columns[:, None]
-            is_seen &= tl.load(at, mask=is_pair, other=0) != 0
-        if IS_CAUSAL:
-            is_seen &= rows[None, :] >= columns[:, None]
+        scores = finish_scores(
+            tl.dot(keys, tl.trans(queries)) * scale, bias, mask, rows[None, :], columns[:, None], bias_row, mask_row,
+            num_queries, num_keys, HAS_BIAS, HAS_MASK, IS_CAUSAL,
+        )  # fmt: skip
         sums = tl.load(lse + pair * num_queries + rows, mask=is_row, other=float("inf"))
-        weights = tl.where(is_seen, tl.exp2(scores - sums[None, :]), 0.0)
+        weights = tl.exp2(scores - sums[None, :])
         at = grad + ((batch * num_queries + rows[:, None]) * num_heads + head) * D + dims[None, :]
         upstream = tl.load(at, mask=is_row[:, None], other=0.0)
         grad_weights = tl.dot(values, tl.trans(upstream))
@@ -159,7 +173,7 @@ def attention_backward(
         products = tl.load(delta + pair * num_queries + rows, mask=is_row, other=0.0)
         grads = (weights * (grad_weights - products[None, :])).to(queries.dtype)
         at = grad_scores + (pair.to(tl.int64) * num_queries + rows[None, :]) * num_keys + columns[:, None]
-        tl.store(at, grads, mask=is_pair)
+        tl.store(at, grads, mask=is_key[:, None] & is_row[None, :])
         sum_k = tl.dot(grads, queries, sum_k)
     at = ((batch * num_keys + columns[:, None]) * num_heads + head) * D + dims[None, :]
     tl.store(grad_k + at, (sum_k * scale).to(grad_k.dtype.element_ty), mask=is_key[:, None])
