@@ -5,6 +5,7 @@ slice of it and processes take slices of the batch: a resumed run needs only the
 """
 
 import bisect
+import codecs
 import csv
 import functools
 import glob
@@ -289,6 +290,21 @@ def _text_value(value: Any, is_list: bool, where: str) -> Any:
     return [text] if is_list else text
 
 
+def not_utf8(file: Path | str, error: UnicodeDecodeError) -> UserError:
+    """The error about a file that is no UTF-8 text, with the line of its first wrong byte; `error` may be of a part."""
+    decoder, line = codecs.getincrementaldecoder("utf-8")(), 1
+    with open(file, "rb") as parts:
+        try:
+            while part := parts.read(2**20):
+                decoder.decode(part)
+                line += part.count(b"\n")
+        except UnicodeDecodeError as first:
+            line += first.object[: first.start].count(b"\n")
+    return UserError(
+        f"{file} line {line}: not UTF-8 text ({error.reason}); convert it (iconv -t utf-8) or repair the line"
+    )
+
+
 def csv_rows(file: Path) -> Iterator[list[str]]:
     """The fields of each record, the header first. Fields may hold line breaks, as wikihowAll.csv's do."""
     csv.field_size_limit(2**24)  # the standard 2**17 is less than a long article
@@ -313,7 +329,7 @@ def csv_rows(file: Path) -> Iterator[list[str]]:
             if fields:
                 yield fields
     except UnicodeDecodeError as error:
-        raise UserError(f"{file}: not UTF-8 text ({error})") from None
+        raise not_utf8(file, error) from None
     except csv.Error as error:
         raise UserError(f"{file} line {reader.line_num}: {error}; is a quote before it never closed?") from None
 
@@ -335,7 +351,7 @@ def json_rows(file: Path) -> Iterator[tuple[int, Row]]:
                     raise UserError(f"{file} line {number}: a JSON {type(row).__name__}; one object a line is expected")
                 yield number, row
         except UnicodeDecodeError as error:
-            raise UserError(f"{file}: not UTF-8 text ({error})") from None
+            raise not_utf8(file, error) from None
 
 
 def _load_hub_splits(

@@ -19,7 +19,7 @@ import xxhash
 from transformers import PreTrainedTokenizerBase
 
 from common.arguments import UserError
-from common.data import column_names, csv_rows, expand_paths, json_rows
+from common.data import column_names, csv_rows, expand_paths, json_rows, not_utf8
 
 SUFFIXES = (".txt", ".jsonl", ".json", ".csv", ".parquet", ".arrow")
 LINES = (".jsonl", ".json")
@@ -115,7 +115,7 @@ def _read_text(file: Path, start: int, stop: int | None) -> Iterator[Piece]:
             try:
                 text = block.decode("utf-8-sig" if begin == 0 else "utf-8")
             except UnicodeDecodeError as error:
-                raise UserError(f"{file}: not UTF-8 text near byte {begin + error.start} ({error.reason}).") from None
+                raise not_utf8(file, error) from None
             is_empty = begin == 0 and end == size and not text.strip()
             yield Piece(None if is_empty else text, begin == 0, end == size, end)
             if size == 0:

@@ -84,7 +84,7 @@ def read_text(args: GPTArguments) -> tuple[str, str]:
                 f"--text_file {args.text_file}: cannot be read ({error.strerror}); give a text file."
             ) from error
         except UnicodeDecodeError as error:
-            raise UserError(f"--text_file {args.text_file}: not UTF-8 text ({error}).") from error
+            raise data.not_utf8(args.text_file, error) from None
     size = args.validation_size
     num_train = int(len(text) * (1 - size)) if size < 1 else len(text) - int(size)
     return text[: max(0, num_train)], text[max(0, num_train) :]

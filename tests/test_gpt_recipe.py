@@ -299,7 +299,7 @@ def test_llama_shape_with_a_subword_tokenizer(forked: ForkedParent, tmp_path: Pa
             ["--text_file=short.txt", "--prompt="],
             "--text_file short.txt: 9 training and 1 validation tokens are too few",
         ),
-        (["--text_file=latin1.txt"], "--text_file latin1.txt: not UTF-8 text"),
+        (["--text_file=latin1.txt"], "latin1.txt line 1: not UTF-8 text"),
         (["--prompt=Ω"], "--prompt 'Ω': 'Ω' is not in the tokenizer's vocabulary"),
         (
             ["--config_overrides=n_layer=0", "--text_file=missing.txt"],
