@@ -368,7 +368,8 @@ def _check_same(output: Path, identity: dict[str, Any]) -> None:
 
 
 def _check_enough(reports: dict[str, Report], splits: Mapping[str, list[Path]], settings: Settings) -> None:
-    source = ", ".join(str(file) for file in [file for files in splits.values() for file in files][:3])
+    files = splits.get("train") or [file for files in splits.values() for file in files]
+    source = ", ".join(map(str, files[:3]))
     if "train" in reports and reports["train"].sequences == 0:
         raise UserError(
             f"{source}: {reports['train'].tokens:,} training tokens do not fill one sequence of "
