@@ -76,8 +76,17 @@ def attention_forward(
     return bias_attention(query, key, value, position_bias, attention_mask, dropout, scale, is_causal), None
 
 
+def padding_mask(*args: Any, attention_mask: torch.Tensor | None = None, **kwargs: Any) -> torch.Tensor | None:
+    """SDPA's mask, where there is padding or not: to leave it out, the host would wait for the device in each forward
+    pass to see that there is none, in the middle of it for the decoder's."""
+    if attention_mask is not None:
+        kwargs["allow_is_bidirectional_skip"] = False
+    mask: torch.Tensor | None = sdpa_mask(*args, attention_mask=attention_mask, **kwargs)
+    return mask
+
+
 AttentionInterface.register(NAME, attention_forward)
-AttentionMaskInterface.register(NAME, sdpa_mask)
+AttentionMaskInterface.register(NAME, padding_mask)
 
 
 @torch.library.custom_op(OPERATOR, mutates_args=())
