@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
+
+from common.masks import padding_mask
 
 NAME = "bias_attention"
 OPERATOR = "recipes::bias_attention"
@@ -74,15 +75,6 @@ def attention_forward(
     is_causal = attention_mask is None and bool(getattr(module, "is_causal", False))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     return bias_attention(query, key, value, position_bias, attention_mask, dropout, scale, is_causal), None
-
-
-def padding_mask(*args: Any, attention_mask: torch.Tensor | None = None, **kwargs: Any) -> torch.Tensor | None:
-    """SDPA's mask, where there is padding or not: to leave it out, the host would wait for the device in each forward
-    pass to see that there is none, in the middle of it for the decoder's."""
-    if attention_mask is not None:
-        kwargs["allow_is_bidirectional_skip"] = False
-    mask: torch.Tensor | None = sdpa_mask(*args, attention_mask=attention_mask, **kwargs)
-    return mask
 
 
 AttentionInterface.register(NAME, attention_forward)

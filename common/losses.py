@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from common.arguments import UserError
+from common.masks import packed_sequences
 
 CrossEntropy = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -92,14 +93,17 @@ def token_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor
     """Summed loss of a micro-batch for causal and encoder-decoder models, whose labels stand at their own position."""
     inputs = {key: value for key, value in batch.items() if key != "labels"}
     loss = _LOSSES.get(model, _PLAIN) if model.training else _PLAIN
-    # The model gets no labels: it would compute a second loss, as a mean over this micro-batch.
-    if loss.head is None:
-        return loss.cross_entropy(model(**inputs, use_cache=False).logits, batch["labels"])
-    loss.head.labels = batch["labels"]
+    if loss.head is not None:
+        loss.head.labels = batch["labels"]
     try:
-        result: torch.Tensor = model(**inputs, use_cache=False).logits
+        with packed_sequences("position_ids" in batch):
+            # The model gets no labels: it would compute a second loss, as a mean over this micro-batch.
+            result: torch.Tensor = model(**inputs, use_cache=False).logits
     finally:
-        loss.head.labels = None
+        if loss.head is not None:
+            loss.head.labels = None
+    if loss.head is None:
+        return loss.cross_entropy(result, batch["labels"])
     if result is not loss.head.loss:
         raise UserError(
             "--loss_chunk_tokens takes the loss in the model's head, and this model changes the head's output (a scale "

@@ -1,0 +1,49 @@
+"""Attention masks without waiting for the device.
+
+transformers looks at the values of positions and padding in each forward pass, to leave out masks that hide nothing. On
+a GPU the host then waits for all that was queued before, and the GPU afterwards for the host. Here it is known from the
+batch.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers import masking_utils
+
+_find_by_values = masking_utils.find_packed_sequence_indices
+_is_packed: bool | None = None  # None: not known, transformers looks
+
+
+def _find_packed_sequences(position_ids: torch.Tensor) -> torch.Tensor | None:
+    """Number of the sequence that each position is of, (batch, length); None: one sequence a row."""
+    if _is_packed is None:
+        found: torch.Tensor | None = _find_by_values(position_ids)
+        return found
+    if not _is_packed:
+        return None
+    steps = torch.diff(position_ids, prepend=position_ids[:, :1] - 1, dim=-1)
+    return (steps != 1).cumsum(-1)
+
+
+masking_utils.find_packed_sequence_indices = _find_packed_sequences
+
+
+@contextmanager
+def packed_sequences(is_packed: bool) -> Iterator[None]:
+    """Within, rows of models' inputs hold several sequences, which positions that begin anew tell apart, or one."""
+    global _is_packed
+    before, _is_packed = _is_packed, is_packed
+    try:
+        yield
+    finally:
+        _is_packed = before
+
+
+def padding_mask(*args: Any, attention_mask: torch.Tensor | None = None, **kwargs: Any) -> torch.Tensor | None:
+    """transformers' mask for SDPA, also where there is no padding; for kernels that are as fast with a mask."""
+    if attention_mask is not None:
+        kwargs["allow_is_bidirectional_skip"] = False
+    mask: torch.Tensor | None = masking_utils.sdpa_mask(*args, attention_mask=attention_mask, **kwargs)
+    return mask
