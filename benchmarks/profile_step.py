@@ -4,7 +4,8 @@
         benchmarks/profile_step.py recipes/gpt_shakespeare.py --config=gpt_shakespeare_8b ...
 
 Runs the recipe as it is and records steps 8 and 9 with torch's profiler; process 0 prints the table, then all leave.
-Kernels of communication run beside the others, so the kinds add up to more than the step.
+Kernels of communication run beside the others, so the kinds add up to more than the step. Lines at which the host waits
+for the device are listed first, with how often they did in both steps.
 """
 
 import os
@@ -12,6 +13,8 @@ import re
 import runpy
 import sys
 import time
+import traceback
+import warnings
 from collections import Counter
 from typing import Any
 
@@ -36,6 +39,21 @@ KINDS = {
 
 def kind_of(kernel: str) -> str:
     return next((kind for kind, pattern in KINDS.items() if re.search(pattern, kernel, re.IGNORECASE)), "other")
+
+
+def watch_waits() -> Counter[str]:
+    """Counts, from now on, the lines at which the host waits for the device: the last one that is not torch's."""
+    waits: Counter[str] = Counter()
+
+    def count(message: Any, *_: Any, **__: Any) -> None:
+        if "synchroniz" in str(message):
+            frames = [frame for frame in traceback.extract_stack()[:-1] if "/torch/" not in frame.filename]
+            waits["/".join(frames[-1].filename.split("/")[-3:]) + f":{frames[-1].lineno} {frames[-1].line}"] += 1
+
+    warnings.simplefilter("always")
+    warnings.showwarning = count
+    torch.cuda.set_sync_debug_mode("warn")
+    return waits
 
 
 def report(profiler: torch.profiler.profile, seconds: float) -> None:
@@ -73,21 +91,25 @@ def covered(spans: list[tuple[float, float]]) -> float:
 def main() -> None:
     original, num_calls = common.loop.train_step, 0
     profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
-    started = 0.0
+    started, waits = 0.0, Counter[str]()
 
     def train_step(*args: Any, **kwargs: Any) -> Any:
-        nonlocal num_calls, started
+        nonlocal num_calls, started, waits
         if num_calls == FIRST:
             torch.cuda.synchronize()
             profiler.start()
+            waits = watch_waits()
             started = time.perf_counter()
         result = original(*args, **kwargs)
         num_calls += 1
         if num_calls == FIRST + NUM_STEPS:
+            torch.cuda.set_sync_debug_mode("default")
             torch.cuda.synchronize()
             seconds = time.perf_counter() - started
             profiler.stop()
             if os.environ.get("RANK", "0") == "0":
+                for line, count in waits.most_common(8):
+                    print(f"waits for the device {count} times: {line}")
                 report(profiler, seconds)
                 sys.stdout.flush()
             torch.distributed.barrier()
