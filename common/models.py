@@ -443,11 +443,12 @@ def _one_line(error: BaseException) -> str:
 
 
 def describe_model(model: PreTrainedModel, args: ModelArguments) -> str:
-    """Model in one line: class, parameters, where its weights come from."""
+    """Model in one line: class, parameters, attention kernel, where its weights come from."""
     count = sum(p.numel() for p in model.parameters())
     origin = (
         f"weights of {args.model_name_or_path}"
         if args.model_name_or_path
         else f"random weights, {args.model_config_path}"
     )
-    return f"{type(model).__name__}, {count / 1e6:,.1f}M parameters, {origin}"
+    kernel = model.config._attn_implementation
+    return f"{type(model).__name__}, {count / 1e6:,.1f}M parameters, {kernel} attention, {origin}"

@@ -374,7 +374,8 @@ def test_position_bias_fits_the_fused_attention_kernels(monkeypatch: pytest.Monk
 def test_weights_in_one_line(folder: Path) -> None:
     model = llama()
     assert describe_model(model, arguments("some/model")) == (
-        f"LlamaForCausalLM, {sum(p.numel() for p in model.parameters()) / 1e6:.1f}M parameters, weights of some/model"
+        f"LlamaForCausalLM, {sum(p.numel() for p in model.parameters()) / 1e6:.1f}M parameters, sdpa attention, "
+        "weights of some/model"
     )
     assert describe_model(model, TrainArguments(model_config_path="c")).endswith("random weights, c")
 
