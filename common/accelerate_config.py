@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from common.files import bad_utf8_line
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
@@ -190,8 +192,16 @@ def _read(path: Path) -> _File:
         root, content = yaml.compose(text), yaml.safe_load(text)
     except FileNotFoundError:
         raise _user_error(f"{path}: no such file; {known_files(path)}.") from None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise _user_error(f"{path}: not a readable YAML file: {' '.join(str(error).split())}") from error
+    except UnicodeDecodeError as error:
+        line = bad_utf8_line(path)
+        raise _user_error(f"{path}:{line}: not UTF-8 text ({error.reason}); save it as UTF-8.") from error
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 1
+        raise _user_error(
+            f"{path}:{line}: not readable as YAML: {error.problem}; repair this line or the one above it."
+        ) from error
+    except (OSError, yaml.YAMLError, ValueError, RecursionError) as error:  # values such as a 13th month, too
+        raise _user_error(f"{path}: not a readable YAML file: {' '.join(str(error).split())[:200]}") from error
     if not isinstance(content, dict):
         raise _user_error(f"{path}: expected lines of `key: value`, found {type(content).__name__}.")
     file = _File(path, content)
@@ -380,6 +390,8 @@ class _Checker:
                 self.report(name, problem)
             else:
                 self.plan[name] = value
+        elif name in SAID_ELSEWHERE:
+            self.report(name, f"does nothing here: {SAID_ELSEWHERE[name]}")
 
     # Combinations. A key that is wrong in itself is not in the plan and is not reported again.
 
@@ -673,7 +685,34 @@ def check_wrapping(config: Mapping[str, Any], model: "PreTrainedModel") -> list[
             f"fsdp_transformer_layer_cls_to_wrap: {name} has no module of class {missing}; write "
             f"{', '.join(candidates)} or remove the line (the model's own block class is taken)."
         )
+    if problem := unit_problem(model, wanted):
+        problems.append(
+            f"fsdp_transformer_layer_cls_to_wrap: {problem}; write {' or '.join(own) or 'another class'}, or remove "
+            "the line (the model's own block class is taken)."
+        )
     return problems
+
+
+def unit_problem(model: "PreTrainedModel", classes: Sequence[str]) -> str | None:
+    """Why modules of these classes cannot each be gathered, recomputed and compiled on their own; None: they can."""
+    from torch import nn
+
+    units = {path: module for path, module in model.named_modules() if type(module).__name__ in classes}
+    paths: dict[int, list[str]] = {}
+    for path, parameter in model.named_parameters(remove_duplicate=False):
+        paths.setdefault(id(parameter), []).append(path)
+    for path, module in units.items():
+        kind = type(module).__name__
+        if module is model:
+            return f"{kind} is the whole model, which is a unit in any case"
+        if type(module).forward is nn.Module.forward:
+            return f"{kind} ({path}) holds modules but computes nothing itself"
+        if outer := next((other for other in units if path.startswith(f"{other}.")), None):
+            return f"{kind} ({path}) is inside {type(units[outer]).__name__} ({outer}): name one of the two"
+        for parameter in module.parameters():
+            if outside := [name for name in paths[id(parameter)] if not name.startswith(f"{path}.")]:
+                return f"{kind} ({path}) has a parameter that is used outside of it too ({outside[0]})"
+    return None
 
 
 # The plan in words.

@@ -174,9 +174,10 @@ class RefinementArguments:
         "With activation checkpointing: recompute every so many-th matrix product and keep the others' outputs and "
         "attention's; 0: none of them (default: recompute whole blocks).",
     )
-    fp8_recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] | None = arg(
+    fp8_recipe: Literal["tensorwise_e4m3", "tensorwise", "rowwise", "rowwise_with_gw_hp"] | None = arg(
         None,
-        "With mixed_precision fp8: one scale a tensor (default, fastest) or a row; gw_hp: weights' gradients in bf16.",
+        "With mixed_precision fp8: one scale a tensor (default: tensorwise_e4m3; tensorwise: gradients in e5m2) or a "
+        "row; gw_hp: weights' gradients in bf16.",
     )
     loss_chunk_tokens: int | None = arg(
         None, "Compute the training loss over so many positions at a time, which bounds the memory of the logits."

@@ -5,7 +5,6 @@ slice of it and processes take slices of the batch: a resumed run needs only the
 """
 
 import bisect
-import codecs
 import csv
 import functools
 import glob
@@ -34,6 +33,7 @@ from datasets.fingerprint import Hasher
 from transformers import DataCollatorForSeq2Seq, PreTrainedTokenizerBase
 
 from common.arguments import UserError
+from common.files import bad_utf8_line
 from common.losses import IGNORE_INDEX
 
 TABLE_SUFFIXES = (".csv", ".json", ".jsonl", ".parquet")
@@ -291,15 +291,8 @@ def _text_value(value: Any, is_list: bool, where: str) -> Any:
 
 
 def not_utf8(file: Path | str, error: UnicodeDecodeError) -> UserError:
-    """The error about a file that is no UTF-8 text, with the line of its first wrong byte; `error` may be of a part."""
-    decoder, line = codecs.getincrementaldecoder("utf-8")(), 1
-    with open(file, "rb") as parts:
-        try:
-            while part := parts.read(2**20):
-                decoder.decode(part)
-                line += part.count(b"\n")
-        except UnicodeDecodeError as first:
-            line += first.object[: first.start].count(b"\n")
+    """The error about a file that is no UTF-8 text; `error` may be of a part of it."""
+    line = bad_utf8_line(file)
     return UserError(
         f"{file} line {line}: not UTF-8 text ({error.reason}); convert it (iconv -t utf-8) or repair the line"
     )

@@ -1,5 +1,6 @@
 """Files and folders that are whole under their own names, whenever the program or the machine stops."""
 
+import codecs
 import contextlib
 import fcntl
 import os
@@ -15,6 +16,19 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def bad_utf8_line(path: Path | str) -> int:
+    """Number of the line with the first byte that is not UTF-8; of the last line where a character is cut off."""
+    decoder, line = codecs.getincrementaldecoder("utf-8")(), 1
+    with open(path, "rb") as parts:
+        try:
+            while part := parts.read(2**20):
+                decoder.decode(part)
+                line += part.count(b"\n")
+        except UnicodeDecodeError as error:
+            line += error.object[: error.start].count(b"\n")
+    return line
 
 
 def write_text(path: Path, text: str) -> None:

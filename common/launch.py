@@ -561,10 +561,39 @@ def _launch_rows(args: TrainArguments, accelerator: Accelerator, strategy: Strat
         "strategy": strategy.describe(),
         "processes": f"{accelerator.num_processes} on {device}",
         "precision": precision,
+        "activations": _describe_activations(args, strategy),
+        "prefetch": _describe_prefetch(args, strategy),
+        "checkpoints": strategy.plugin.state_dict_type.name if strategy.plugin else None,
         "compile": f"each block, {strategy.compile_options['backend']}" if strategy.compile_options else None,
         "substituted": "; ".join(strategy.substitutions),
         "libraries": _versions(),
     }
+
+
+def _describe_activations(args: TrainArguments, strategy: Strategy) -> str | None:
+    plugin = strategy.plugin
+    if not (plugin.activation_checkpointing if plugin else args.gradient_checkpointing):
+        return None
+    text = "computed again in the backward pass, block by block"
+    if args.recompute_matmuls is not None:
+        text += " but for attention and " + (
+            f"matrix products other than each {args.recompute_matmuls}th"
+            if args.recompute_matmuls
+            else "matrix products"
+        )
+    return text + (", their inputs kept in host memory" if plugin and plugin.activation_checkpointing_offload else "")
+
+
+def _describe_prefetch(args: TrainArguments, strategy: Strategy) -> str | None:
+    """Of what the YAML says; nothing where FSDP's own order is in effect."""
+    backward, forward = strategy.backward_prefetch, strategy.forward_prefetch
+    if strategy.kind == "fsdp1" and strategy.plugin:
+        backward = getattr(strategy.plugin.backward_prefetch, "name", None)
+        forward = bool(strategy.plugin.forward_prefetch)
+    parts = [f"backward {backward}"] * bool(backward) + ["forward"] * forward
+    if parts and args.prefetch_depth:
+        parts.append(f"{args.prefetch_depth} units ahead")
+    return ", ".join(parts) or None
 
 
 def _short(path: str | None) -> str:

@@ -47,6 +47,7 @@ from transformers import PreTrainedModel
 from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
 from common import context_parallel, memory
+from common.accelerate_config import unit_problem
 from common.arguments import ModelArguments, TrainArguments, UserError
 from common.bias_attention import OPERATOR
 from common.launch import Strategy, compute_dtype, param_dtype, reduce_dtype
@@ -86,7 +87,7 @@ def prepare_model(
     offload_activations = bool(plugin and plugin.activation_checkpointing_offload)
     memory.current_run = _describe_run(model, blocks, args, accelerator, strategy, recompute)
     if strategy.mixed_precision == "fp8":
-        convert_to_fp8(model, blocks, args.fp8_recipe or "tensorwise", strategy.fp8_options)
+        convert_to_fp8(model, blocks, args.fp8_recipe or "tensorwise_e4m3", strategy.fp8_options)
     if args.param_dtype == "float64":
         for module in (model, *blocks):  # blocks too: checkpointing runs them again outside the model's forward
             module.forward = _StayInFloat64.within(module.forward)
@@ -194,7 +195,8 @@ def _check_refinements(args: TrainArguments, strategy: Strategy) -> None:
         )
     if args.fp8_recipe is not None and strategy.mixed_precision != "fp8":
         raise UserError("--fp8_recipe needs mixed_precision: fp8 in the YAML; drop the flag.")
-    if args.fp8_recipe not in (None, "tensorwise") and strategy.fp8_options["enable_fsdp_float8_all_gather"]:
+    is_by_row = (args.fp8_recipe or "").startswith("rowwise")
+    if is_by_row and strategy.fp8_options["enable_fsdp_float8_all_gather"]:
         raise UserError(
             f"--fp8_recipe {args.fp8_recipe}: weights are gathered in fp8 with one scale a tensor only; write "
             "fp8_enable_fsdp_float8_all_gather: false in the YAML."
@@ -204,9 +206,11 @@ def _check_refinements(args: TrainArguments, strategy: Strategy) -> None:
 def convert_to_fp8(model: nn.Module, blocks: list[nn.Module], recipe: str, options: Mapping[str, bool]) -> None:
     """Make the linear layers of the blocks multiply in fp8 through torchao, scaled as its recipe of this name does.
 
-    The head and the embeddings stay in bf16, and so do layers whose sizes fp8 matrix products do not take.
+    tensorwise_e4m3: torchao's tensorwise with gradients in e4m3, as its rowwise recipe has them; with e5m2 the loss was
+    above that of bf16 after 200 steps (benchmarks/RESULTS.md). The head and the embeddings stay in bf16, and so do
+    layers whose sizes fp8 matrix products do not take.
     """
-    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+    from torchao.float8 import CastConfig, Float8LinearConfig, convert_to_float8_training
 
     inside = {id(module) for block in blocks for module in block.modules()}
 
@@ -218,7 +222,10 @@ def convert_to_fp8(model: nn.Module, blocks: list[nn.Module], recipe: str, optio
             and module.out_features % 16 == 0
         )
 
-    config = replace(Float8LinearConfig.from_recipe_name(recipe), **options)
+    config = replace(Float8LinearConfig.from_recipe_name(recipe.removesuffix("_e4m3")), **options)
+    if recipe.endswith("_e4m3"):
+        e4m3 = CastConfig(target_dtype=torch.float8_e4m3fn)
+        config = replace(config, cast_config_grad_output=e4m3, cast_config_grad_output_for_grad_weight=e4m3)
     convert_to_float8_training(model, config=config, module_filter_fn=is_converted)
 
 
@@ -276,6 +283,11 @@ def find_blocks(model: PreTrainedModel, strategy: Strategy) -> list[nn.Module]:
         raise UserError(
             f"fsdp_transformer_layer_cls_to_wrap: {type(model).__name__} has no module of class {', '.join(missing)}; "
             f"it has {candidates} (or leave the key out: the model's own block class is taken)."
+        )
+    if strategy.wrap_classes and (problem := unit_problem(model, wanted)):
+        raise UserError(
+            f"fsdp_transformer_layer_cls_to_wrap: {problem}; write {' or '.join(own) or 'another class'}, or leave the "
+            "key out: the model's own block class is taken."
         )
     blocks = [module for module in model.modules() if type(module).__name__ in wanted]
     if not blocks:

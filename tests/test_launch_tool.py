@@ -209,8 +209,12 @@ def test_more_processes_than_gpus_are_refused(tmp_path: Path, monkeypatch: pytes
     with pytest.raises(ValueError, match=r"8 processes .* 4 GPUs: pass --num_processes 4 "):
         launch.check(parse(tmp_path, text))
     launch.check(parse(tmp_path, text, "--num_processes", "4"))
-    launch.check(parse(tmp_path, text, "--num_machines", "2"))
+    address = "--main_process_ip", "127.0.0.1", "--main_process_port", "29500"
+    launch.check(parse(tmp_path, text, "--num_machines", "2", *address))
     launch.check(parse(tmp_path, text, "--cpu"))
+
+
+TWO = "distributed_type: MULTI_GPU\nnum_processes: 2\nmixed_precision: 'no'\n"
 
 
 @pytest.mark.parametrize(
@@ -225,6 +229,9 @@ def test_more_processes_than_gpus_are_refused(tmp_path: Path, monkeypatch: pytes
             "main_process_port: 0 lets each machine choose another port",
         ),
         ("distributed_type: MULTI_GPU\nnum_processes: 2\nnum_machines: 2\n", [], "2 machines need main_process_ip"),
+        (TWO, ["--num_machines", "2"], "2 machines need --main_process_ip"),
+        (TWO, ["--num_processes", "0"], "--num_processes 0: expected 1 or more"),
+        (TWO, ["--main_process_port", "70000"], "--main_process_port 70000: expected a port"),
         ("distributed_type: FSDP\nnum_proceses: 3\n", [], "num_proceses"),
         ("distributed_type: FSPD\nnum_processes: 3\n", [], "FSPD"),
         ("num_processes: 3\n", [], "distributed_type"),
@@ -261,6 +268,23 @@ def test_runs_of_one_machine_have_ports_of_their_own(
     text = f"distributed_type: MULTI_GPU\nnum_processes: 2\nnum_machines: {num_machines}\n{more}"
     launch.check(args := parse(tmp_path, text, *flags))
     assert args.main_process_port == port
+
+
+@pytest.mark.full
+def test_a_signal_ends_the_wait_for_the_first_machine(forked: ForkedParent, tmp_path: Path) -> None:
+    """Inside torch, where no handler of Python's runs."""
+    config = tmp_path / "config.yaml"
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        config.write_text(
+            f"{TWO}num_machines: 2\nmachine_rank: 1\nmain_process_ip: 127.0.0.1\n"
+            f"main_process_port: {unused.getsockname()[1]}\n"
+        )
+    handle = forked.start(TOOL, "--config_file", str(config), worker(tmp_path, ""), config="single_device")
+    time.sleep(10)
+    handle.send_signal(signal.SIGTERM)
+    result = handle.wait(20)
+    assert result.exit_code in (128 + signal.SIGTERM, -signal.SIGTERM) and result.seconds < 20
 
 
 def test_a_port_in_use_is_one_line(forked: ForkedParent, tmp_path: Path) -> None:

@@ -98,10 +98,13 @@ def check(args: argparse.Namespace) -> None:
 def read_prompts(path: Path) -> list[str]:
     """Lines of the file, without empty ones; raises `UserError` when it cannot be read or there are none."""
     from common.arguments import UserError
+    from common.files import bad_utf8_line
 
     try:
         lines = path.read_text(encoding="utf-8-sig").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
+        raise UserError(f"--prompt_file {path} line {bad_utf8_line(path)}: not UTF-8 text; convert it.") from error
+    except OSError as error:
         raise UserError(f"--prompt_file {path}: cannot be read ({error}); give a UTF-8 text file.") from error
     prompts = [line.removesuffix("\r") for line in lines if line.strip()]
     if not prompts:

@@ -33,6 +33,7 @@ EXIT_ERROR = 1
 EXIT_USAGE = 2
 EXIT_STOPPED = 75
 DEFAULT_GRACE_SECONDS = 600.0
+HANDLER_SECONDS = 1.0  # in which Python runs a signal's handler, unless the main thread is inside a library
 
 Codes = dict[int, int | None]
 """Exit code by rank as `subprocess` counts: negative when killed by a signal, None while it runs."""
@@ -72,6 +73,20 @@ class Workers:
             timer.start()
         elif now - self.first_signal_at > 1.0:  # make and the terminal may both deliver the same one
             self.kill()
+
+    def watch(self) -> None:
+        """Makes signals act while the main thread waits inside torch for other machines, where no handler runs."""
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+
+        def leave() -> None:
+            while number := os.read(reader, 1):
+                time.sleep(HANDLER_SECONDS)
+                if self.first_signal_at is None and not psutil.Process().children():
+                    os._exit(128 + number[0])
+
+        threading.Thread(target=leave, daemon=True).start()
 
     def kill(self) -> None:
         self.killed_here = True
@@ -163,8 +178,13 @@ def check(args: argparse.Namespace) -> None:
         raise ValueError(
             f"{path}: mixed_precision fp8 needs the package torchao (pip install torchao) and a GPU with fp8"
         )
-    num_processes = args.num_processes or config.num_processes
-    num_machines = args.num_machines or config.num_machines
+    num_processes = config.num_processes if args.num_processes is None else args.num_processes
+    num_machines = config.num_machines if args.num_machines is None else args.num_machines
+    for name, value in (("num_processes", args.num_processes), ("num_machines", args.num_machines)):
+        if value is not None and value < 1:
+            raise ValueError(f"--{name} {value}: expected 1 or more")
+    if args.main_process_port is not None and not 0 <= args.main_process_port < 2**16:
+        raise ValueError(f"--main_process_port {args.main_process_port}: expected a port, 0 (any) to 65535")
     if num_processes < 1:
         raise ValueError(f"{path} has no num_processes: add it (the total over all machines) or pass --num_processes")
     if num_processes % num_machines:
@@ -178,6 +198,13 @@ def check(args: argparse.Namespace) -> None:
         }
         if problems := check_config(path, flags):
             raise ValueError("; ".join(problems))
+        for name in ("main_process_ip", "main_process_port"):
+            if (
+                getattr(args, name) is None
+                and getattr(config, name, None) is None
+                and args.rdzv_backend in (None, "static")
+            ):
+                raise ValueError(f"{num_machines} machines need --{name}: where process 0 is reached")
     per_machine = num_processes // num_machines
     num_gpus = torch.cuda.device_count()  # asks the driver; makes no CUDA context
     if num_gpus and per_machine > num_gpus and not (args.cpu or config.use_cpu):
@@ -194,6 +221,7 @@ def main() -> int:
     workers = Workers()
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(signum, workers.hand_on)
+    workers.watch()
 
     from accelerate.commands import launch
     from torch.distributed.elastic.multiprocessing.api import SignalException

@@ -138,6 +138,8 @@ class FakeFloat8LinearConfig:
     recipe: str
     enable_fsdp_float8_all_gather: bool = False
     pad_inner_dim: bool = False
+    cast_config_grad_output: str = "the recipe's"
+    cast_config_grad_output_for_grad_weight: str = "the recipe's"
 
     @classmethod
     def from_recipe_name(cls, name: str) -> "FakeFloat8LinearConfig":
@@ -151,7 +153,11 @@ def fake_torchao() -> ModuleType:
         seen.update(fp8=dataclasses.asdict(config))
 
     package = ModuleType("torchao.float8")
-    vars(package).update(Float8LinearConfig=FakeFloat8LinearConfig, convert_to_float8_training=convert)
+    vars(package).update(
+        Float8LinearConfig=FakeFloat8LinearConfig,
+        convert_to_float8_training=convert,
+        CastConfig=lambda target_dtype: str(target_dtype),
+    )
     return package
 
 
@@ -240,7 +246,13 @@ UNITS = "1 x LlamaForCausalLM, 1 x Embedding, {}, 1 x Linear"
 BLOCKS, ROOT = UNITS.format("3 x LlamaDecoderLayer"), "1 x LlamaForCausalLM"
 SHARDED, FULL = ["__0_0.distcp", "__1_0.distcp"], ["state.safetensors"]
 COMPILED = {"backend": "aot_eager", "mode": "default", "fullgraph": False, "dynamic": None}
-FP8_OPTIONS = {"recipe": "tensorwise", "enable_fsdp_float8_all_gather": True, "pad_inner_dim": True}
+FP8_OPTIONS = {
+    "recipe": "tensorwise",
+    "enable_fsdp_float8_all_gather": True,
+    "pad_inner_dim": True,
+    "cast_config_grad_output": "torch.float8_e4m3fn",
+    "cast_config_grad_output_for_grad_weight": "torch.float8_e4m3fn",
+}
 RECOMPUTED = {"fsdp_activation_checkpointing": True}
 BY_SIZE = {"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP"}
 FORWARD = {"fsdp_forward_prefetch": True}
@@ -332,7 +344,8 @@ EDITS = [
     Edit(FP8, {"fp8_pad_inner_dim": False}, "fp8", FP8_OPTIONS, FP8_OPTIONS | {"pad_inner_dim": False}),
     Edit(FSDP2, {"mixed_precision": "fp8", "fp8_backend": "AO"}, "fp8", None, FP8_OPTIONS),
     flag(FP8, "fp8_recipe", "rowwise", "fp8", FP8_OPTIONS,
-         {"recipe": "rowwise", "enable_fsdp_float8_all_gather": False, "pad_inner_dim": True},
+         {"recipe": "rowwise", "enable_fsdp_float8_all_gather": False, "pad_inner_dim": True,
+          "cast_config_grad_output": "the recipe's", "cast_config_grad_output_for_grad_weight": "the recipe's"},
          {"fp8_enable_fsdp_float8_all_gather": False}),
     # Refused.
     refused("ddp", "compute_environment", "AMAZON_SAGEMAKER", "write LOCAL_MACHINE"),
