@@ -976,8 +976,19 @@ def check_launch(accelerate_config: str | None = None) -> Path | None:
     if launcher is None and num_processes is None and config["distributed_type"] != "NO":
         raise _user_error(f"{path} needs a launcher: accelerate launch --config_file {path}, or torchrun.")
     if not is_applied:
+        check_environment(path)
         apply_config(path)
     return path
+
+
+def check_environment(path: Path) -> None:
+    """Refuse variables that accelerate's launcher hands on to the run where the YAML does not say the same key."""
+    names = [name for name in os.environ if re.match(r"FSDP_|PARALLELISM_CONFIG_|ACCELERATE_USE_(?!CPU)", name)]
+    if names:
+        raise _user_error(
+            f"the environment has {', '.join(sorted(names))}, which would act beside what {path} says; unset "
+            f"{'it' if len(names) == 1 else 'them'}, and write what you want into the YAML."
+        )
 
 
 def _world() -> tuple[int | None, int]:

@@ -270,6 +270,15 @@ def test_runs_of_one_machine_have_ports_of_their_own(
     assert args.main_process_port == port
 
 
+@pytest.mark.parametrize("name", ["FSDP_OFFLOAD_PARAMS", "PARALLELISM_CONFIG_CP_SIZE", "ACCELERATE_USE_DEEPSPEED"])
+def test_settings_beside_the_file_are_refused(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    launch.check(parse(tmp_path, TWO))
+    monkeypatch.setenv(name, "1")
+    with pytest.raises(ValueError, match=f"the environment has {name}, .*config.yaml says; unset it"):
+        launch.check(parse(tmp_path, TWO))
+
+
 @pytest.mark.full
 def test_a_signal_ends_the_wait_for_the_first_machine(forked: ForkedParent, tmp_path: Path) -> None:
     """Inside torch, where no handler of Python's runs."""

@@ -156,7 +156,7 @@ def check(args: argparse.Namespace) -> None:
     import torch
     from accelerate.commands.config import load_config_from_file
 
-    from common.accelerate_config import check_config, known_files
+    from common.accelerate_config import check_config, check_environment, known_files
 
     if not (args.module or args.no_python or os.path.isfile(args.training_script)):
         raise ValueError(f"{args.training_script}: no such script")
@@ -173,6 +173,7 @@ def check(args: argparse.Namespace) -> None:
         raise ValueError(f"--config_file {path}: {' '.join(str(error).split())}") from error
     except (AttributeError, TypeError) as error:  # accelerate's, of a value of the wrong type
         raise ValueError("; ".join(check_config(path)) or f"--config_file {path}: {error}") from error
+    check_environment(path)
 
     if (args.mixed_precision or config.mixed_precision) == "fp8" and importlib.util.find_spec("torchao") is None:
         raise ValueError(
