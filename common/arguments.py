@@ -15,6 +15,8 @@ from typing import Any, ClassVar, Literal, NoReturn, TypeVar
 import yaml
 from transformers import HfArgumentParser
 
+from common.files import bad_utf8_line
+
 
 class UserError(ValueError):
     """A mistake in a flag, a file or a configuration: shown as one line, without a traceback; exit code 2."""
@@ -441,7 +443,10 @@ def _read_preset(parser: _Parser, path: Path) -> dict[str, Any]:
     try:
         # The words as they stand and not YAML's reading of them, in which `no` is false and 3e-4 is text.
         content = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
+        line = bad_utf8_line(path)
+        raise UserError(f"--config {path} line {line}: not UTF-8 text ({error.reason}); save it as UTF-8.") from error
+    except yaml.YAMLError as error:
         raise UserError(f"{path}: not a readable YAML file: {' '.join(str(error).split())}") from error
     if content is None:
         return {}

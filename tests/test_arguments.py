@@ -145,7 +145,7 @@ def test_mistakes_in_a_preset(preset: Path, text: str, words: list[str]) -> None
 
 def test_preset_that_is_no_text(preset: Path) -> None:
     preset.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(UserError, match="not a readable YAML file"):
+    with pytest.raises(UserError, match="line 1: not UTF-8 text"):
         parse_args(Arguments, ["--config", str(preset)])
 
 
