@@ -93,10 +93,12 @@ def test_common_is_acyclic() -> None:
         pytest.fail(f"modules of common import each other: {' -> '.join(error.args[1])}")
 
 
-def test_leaves_of_common_import_only_arguments_and_losses() -> None:
-    for module, imported in common_imports().items():
-        if module in LEAVES:
-            assert imported <= {"arguments", "losses"}, module
+def test_leaves_of_common_import_only_arguments_losses_and_what_imports_nothing() -> None:
+    modules = common_imports()
+    free = {module for module, imported in modules.items() if not imported}
+    assert {"files", "masks"} <= free
+    for module in LEAVES:
+        assert modules[module] <= {"arguments", "losses"} | free, module
 
 
 def test_recipes_are_scripts_that_nothing_imports() -> None:
