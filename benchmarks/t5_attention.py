@@ -80,7 +80,8 @@ def main() -> None:
     parser.add_argument("--dropout", type=float, default=0.1)
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--ways", nargs="+", choices=list(ways()), default=list(ways()))
+    known = ways()
+    parser.add_argument("--ways", nargs="+", choices=list(known), default=list(known))
     args = parser.parse_args()
     torch.manual_seed(0)
     device = torch.device(args.device)
@@ -96,9 +97,8 @@ def main() -> None:
         f"{'attention':<38} {'forward ms':>10} {'both ms':>8} {'TFLOP/s':>8} {'kept MiB':>9} {'output':>8} {'bias':>8}"
     )
     for name in args.ways:
-        attention = ways()[name]
         try:
-            line = measure(attention, inputs, upstream, expected, args.dropout, args.repeats)
+            line = measure(known[name], inputs, upstream, expected, args.dropout, args.repeats)
         except Exception as error:  # a kernel that refuses is a row, too
             line = f"{type(error).__name__}: {' '.join(str(error).split())[:90]}"
         print(f"{name:<38} {line}", flush=True)

@@ -686,15 +686,23 @@ def check_wrapping(config: Mapping[str, Any], model: "PreTrainedModel") -> list[
             f"{', '.join(candidates)} or remove the line (the model's own block class is taken)."
         )
     if problem := unit_problem(model, wanted):
-        problems.append(
-            f"fsdp_transformer_layer_cls_to_wrap: {problem}; write {' or '.join(own) or 'another class'}, or remove "
-            "the line (the model's own block class is taken)."
-        )
+        problems.append(problem)
     return problems
 
 
 def unit_problem(model: "PreTrainedModel", classes: Sequence[str]) -> str | None:
-    """Why modules of these classes cannot each be gathered, recomputed and compiled on their own; None: they can."""
+    """Line on YAML classes whose modules cannot each be gathered, recomputed and compiled on their own, else None."""
+    reason = _no_units(model, classes)
+    if reason is None:
+        return None
+    own = sorted(set(model._no_split_modules or ()) & {type(module).__name__ for module in model.modules()})
+    return (
+        f"fsdp_transformer_layer_cls_to_wrap: {reason}; write {' or '.join(own) or 'another class'}, or remove the "
+        "line (the model's own block class is taken)."
+    )
+
+
+def _no_units(model: "PreTrainedModel", classes: Sequence[str]) -> str | None:
     from torch import nn
 
     units = {path: module for path, module in model.named_modules() if type(module).__name__ in classes}
