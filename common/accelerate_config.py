@@ -8,7 +8,7 @@ functions: checking files takes a fraction of a second, these imports take secon
 import difflib
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -170,6 +170,10 @@ class _File:
     """Line of each key, by section ("" at the top level) and full name."""
     repeated: list[str] = field(default_factory=list)
 
+    def place(self, line: int) -> str:
+        """The file with the line, or without where there is none (0)."""
+        return f"{self.path}:{line}" if line else str(self.path)
+
 
 def read_config(path: str | Path) -> dict[str, Any]:
     """The content of an accelerate YAML, unchecked.
@@ -298,9 +302,9 @@ class _Checker:
     def report(self, key: str, text: str, section: str | None = None) -> None:
         section = _section(key) if section is None else section
         line = 0 if key in self.flags else self.file.lines.get((section, key), 0)
-        place = f"{self.file.path}:{line}" if line else str(self.file.path)
         origin = " (from the launcher)" if key in self.flags else ""
-        self.problems.append((line, f"{place}: {key}{origin}: {text}."))
+        end = "" if text.endswith("?") else "."
+        self.problems.append((line, f"{self.file.place(line)}: {key}{origin}: {text}{end}"))
 
     def run(self) -> list[str]:
         for key, value in self.file.content.items():
@@ -654,40 +658,63 @@ def _from_text(key: str, value: Any) -> Any:
     return value
 
 
-def check_wrapping(config: Mapping[str, Any], model: "PreTrainedModel") -> list[str]:
-    """Problems of the YAML's wrapping with this model, which may be on the meta device; one line each."""
-    plan = _flatten(config)
+def check_model(path: str | Path, model: "PreTrainedModel", recipe_without_slices: str | None = None) -> list[str]:
+    """Problems of a checked YAML with this model, which may be on the meta device; one line each.
+
+    recipe_without_slices: name of the recipe where it cannot train on slices of sequences (context parallelism).
+    """
+    file = _read(Path(path))
+    plan = _flatten(file.content)
     if plan.get("distributed_type") != "FSDP":
         return []
+    return [
+        f"{file.place(file.lines.get((_section(key), key), 0))}: {key}: {text}."
+        for key, text in _model_problems(plan, model, recipe_without_slices)
+    ]
+
+
+def no_slices(recipe: str) -> str:
+    """What is wrong with context parallelism in a recipe whose batches and metrics are of whole sequences."""
+    return (
+        f"{recipe} does not train on slices of sequences (context parallelism); the recipes llama_pretrain and "
+        "gpt_shakespeare do. Take another YAML"
+    )
+
+
+def _model_problems(
+    plan: Mapping[str, Any], model: "PreTrainedModel", recipe_without_slices: str | None
+) -> Iterator[tuple[str, str]]:
+    """Keys and what is wrong with their values."""
     name = type(model).__name__
-    if plan.get("parallelism_config_cp_size", 1) > 1 and model.config.is_encoder_decoder:
-        return [f"parallelism_config_cp_size: context parallelism is for causal models, and {name} is none; write 1."]
+    if plan.get("parallelism_config_cp_size", 1) > 1:
+        if recipe_without_slices:
+            yield "parallelism_config_cp_size", no_slices(recipe_without_slices)
+        elif model.config.is_encoder_decoder:
+            yield "parallelism_config_cp_size", f"context parallelism is for causal models, and {name} is none; write 1"
     policy = plan.get("fsdp_auto_wrap_policy")
     if policy == "SIZE_BASED_WRAP" and model.config.is_encoder_decoder:
-        return [
-            f"fsdp_auto_wrap_policy: SIZE_BASED_WRAP cuts an encoder-decoder model ({name}) into units whose "
-            "parameters other units use too; write TRANSFORMER_BASED_WRAP."
-        ]
+        yield (
+            "fsdp_auto_wrap_policy",
+            f"SIZE_BASED_WRAP cuts an encoder-decoder model ({name}) into units whose parameters other units use too; "
+            "write TRANSFORMER_BASED_WRAP",
+        )
     if policy != "TRANSFORMER_BASED_WRAP":
-        return []
+        return
+    key = "fsdp_transformer_layer_cls_to_wrap"
     present = {type(module).__name__ for module in model.modules()}
     own = sorted(set(model._no_split_modules or ()) & present)
-    wanted = wrap_class_names(plan.get("fsdp_transformer_layer_cls_to_wrap"))
+    wanted = wrap_class_names(plan.get(key))
     if not wanted and not own:
-        return [
-            f"fsdp_transformer_layer_cls_to_wrap: {name} itself names no block class; write one of "
-            f"{', '.join(sorted(present))}."
-        ]
-    problems = []
+        yield key, f"{name} itself names no block class; write one of {', '.join(sorted(present))}"
     for missing in [name for name in wanted if name not in present]:
         candidates = own or difflib.get_close_matches(missing, sorted(present), n=3) or sorted(present)
-        problems.append(
-            f"fsdp_transformer_layer_cls_to_wrap: {name} has no module of class {missing}; write "
-            f"{', '.join(candidates)} or remove the line (the model's own block class is taken)."
+        yield (
+            key,
+            f"{name} has no module of class {missing}; write {', '.join(candidates)} or remove the line (the model's "
+            "own block class is taken)",
         )
     if problem := unit_problem(model, wanted):
-        problems.append(problem)
-    return problems
+        yield key, problem
 
 
 def unit_problem(model: "PreTrainedModel", classes: Sequence[str]) -> str | None:
@@ -696,10 +723,8 @@ def unit_problem(model: "PreTrainedModel", classes: Sequence[str]) -> str | None
     if reason is None:
         return None
     own = sorted(set(model._no_split_modules or ()) & {type(module).__name__ for module in model.modules()})
-    return (
-        f"fsdp_transformer_layer_cls_to_wrap: {reason}; write {' or '.join(own) or 'another class'}, or remove the "
-        "line (the model's own block class is taken)."
-    )
+    instead = " or ".join(own) or "another class"
+    return f"{reason}; write {instead}, or remove the line (the model's own block class is taken)"
 
 
 def _no_units(model: "PreTrainedModel", classes: Sequence[str]) -> str | None:

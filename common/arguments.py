@@ -200,6 +200,8 @@ class TrainArguments(
 
     presets: ClassVar[tuple[str, str]]
     """Presets taken without --config: (where there are no GPUs, where there are GPUs)."""
+    slices_sequences: ClassVar[bool] = False
+    """The recipe's batches and metrics may be cut along the sequence (context parallelism)."""
 
     def __post_init__(self) -> None:
         self.preset: str | None = None  # path of the preset in effect, and why; parse_args sets both

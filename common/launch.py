@@ -34,7 +34,7 @@ from accelerate.utils import (
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from common import arguments, memory
-from common.accelerate_config import check_launch, wrap_class_names
+from common.accelerate_config import check_launch, no_slices, wrap_class_names
 from common.arguments import TrainArguments, UserError, is_first_process, plan_batch
 from common.files import write_text
 from common.optim import LossScale
@@ -176,10 +176,9 @@ def _is_lost_connection(error: BaseException) -> bool:
     return any(text in str(error) for text in ("Connection closed by peer", "Connection reset by peer", "gloo"))
 
 
-def build_accelerator(args: TrainArguments, *, slices_sequences: bool = False) -> tuple[Accelerator, Strategy]:
+def build_accelerator(args: TrainArguments) -> tuple[Accelerator, Strategy]:
     """Join the process group that the launcher prepared and check that what the YAML asks for is what runs.
 
-    slices_sequences: the recipe's batches and metrics may be cut along the sequence (context parallelism).
     Raises `UserError` before anything is loaded when the machine cannot do what was asked.
     """
     given = [name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if os.environ.get(name)]
@@ -225,6 +224,9 @@ def build_accelerator(args: TrainArguments, *, slices_sequences: bool = False) -
             "launch --config_file, or torchrun with ACCELERATE_CONFIG_FILE."
         )
     timeout = timedelta(seconds=args.ddp_timeout)
+    # NCCL's group is joined without waiting for the others. A process that then leaves, refusing what follows, would
+    # take the store along with its launcher, and a process of another machine that comes later would wait for it.
+    os.environ.setdefault("TORCH_DIST_INIT_BARRIER", "1")
     if on_cpu and requested != "single" and not dist.is_initialized():
         # accelerate joins no group for one process, but FSDP needs one.
         dist.init_process_group("gloo", timeout=timeout)
@@ -234,11 +236,8 @@ def build_accelerator(args: TrainArguments, *, slices_sequences: bool = False) -
     backward_prefetch = _hide("FSDP_BACKWARD_PREFETCH") if requested == "fsdp2" else None
     forward_prefetch = requested == "fsdp2" and _flag("FSDP_FORWARD_PREFETCH")
     parallelism = _parallelism(num_processes)
-    if parallelism.cp_size > 1 and not slices_sequences:
-        raise UserError(
-            f"parallelism_config_cp_size {parallelism.cp_size}: {Path(sys.argv[0]).stem} does not train on slices of "
-            "sequences (context parallelism); the recipes llama_pretrain and gpt_shakespeare do. Take another YAML."
-        )
+    if parallelism.cp_size > 1 and not args.slices_sequences:
+        raise UserError(f"parallelism_config_cp_size {parallelism.cp_size}: {no_slices(Path(sys.argv[0]).stem)}.")
     with _quiet_accelerate():
         accelerator = Accelerator(
             # Precision is applied with the sharding: accelerate would wrap forwards and scale losses a second time.

@@ -285,7 +285,7 @@ def find_blocks(model: PreTrainedModel, strategy: Strategy) -> list[nn.Module]:
             f"it has {candidates} (or leave the key out: the model's own block class is taken)."
         )
     if strategy.wrap_classes and (problem := unit_problem(model, wanted)):
-        raise UserError(problem)
+        raise UserError(f"fsdp_transformer_layer_cls_to_wrap: {problem}.")
     blocks = [module for module in model.modules() if type(module).__name__ in wanted]
     if not blocks:
         raise UserError(

@@ -41,6 +41,7 @@ SAMPLE_FILE = Path(__file__).resolve().parent / "samples" / "wikihow_articles.cs
 @dataclass
 class GPTArguments(TrainArguments):
     presets: ClassVar[tuple[str, str]] = ("gpt_shakespeare_demo", "gpt_shakespeare_124m")
+    slices_sequences: ClassVar[bool] = True
 
     text_file: str | None = arg(None, "UTF-8 text to learn (default: the embedded articles).")
     validation_size: float = arg(0.1, "End of the text that is set aside, in characters; below 1: a fraction.")
@@ -137,7 +138,7 @@ def evaluate(
 
 def main() -> None:
     args = parse_args(GPTArguments)
-    accelerator, strategy = build_accelerator(args, slices_sequences=True)
+    accelerator, strategy = build_accelerator(args)
     plan = plan_batch(args, accelerator.num_processes, strategy.context_size)
     config = load_config(args)
     check_kind(config, AutoModelForCausalLM)

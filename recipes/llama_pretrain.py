@@ -63,6 +63,7 @@ SAMPLE_FILE = Path(__file__).resolve().parent / "samples" / "wikihow_articles.cs
 @dataclass
 class LlamaArguments(TrainArguments):
     presets: ClassVar[tuple[str, str]] = ("llama_pretrain_demo", "llama_pretrain_8b")
+    slices_sequences: ClassVar[bool] = True
 
     train_file: str | None = arg(
         None,
@@ -199,7 +200,7 @@ class Evaluation:
 
 def main() -> None:
     args = parse_args(LlamaArguments)
-    accelerator, strategy = build_accelerator(args, slices_sequences=True)
+    accelerator, strategy = build_accelerator(args)
     if args.document_masking and strategy.context_size > 1:
         raise UserError(
             "--document_masking: context parallelism (parallelism_config_cp_size) has plain causal attention only; set "

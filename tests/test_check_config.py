@@ -44,7 +44,7 @@ def test_good_and_bad_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         "ddp.yaml: fine\n    processes    2 on 1 machine\n    strategy     DDP" in out
         and "fsdp1_no_shard.yaml: fine" in out
     )
-    assert err == f"{bad}:18: fsdp_foward_prefetch: no key of fsdp_config; did you mean fsdp_forward_prefetch?.\n"
+    assert err == f"{bad}:18: fsdp_foward_prefetch: no key of fsdp_config; did you mean fsdp_forward_prefetch?\n"
 
 
 def test_the_launcher_s_flags_and_the_machine(capsys: pytest.CaptureFixture[str]) -> None:
@@ -68,9 +68,10 @@ def test_wrapping_with_the_model_of_a_recipe(tmp_path: Path, capsys: pytest.Capt
     out, err = capsys.readouterr()
     assert out.count(": fine") == 1
     assert (
-        f"{named}: fsdp_transformer_layer_cls_to_wrap: T5ForConditionalGeneration has no module of class LlamaD" in err
+        f"{named}:18: fsdp_transformer_layer_cls_to_wrap: T5ForConditionalGeneration has no module of class LlamaD"
+        in err
     )
-    assert f"{sized}: fsdp_auto_wrap_policy: SIZE_BASED_WRAP cuts an encoder-decoder model" in err
+    assert f"{sized}:13: fsdp_auto_wrap_policy: SIZE_BASED_WRAP cuts an encoder-decoder model" in err
 
     (tmp_path / "config.json").write_text(LLAMA)
     preset = tmp_path / "preset.yaml"
@@ -79,6 +80,23 @@ def test_wrapping_with_the_model_of_a_recipe(tmp_path: Path, capsys: pytest.Capt
         assert check_config.main([*files, *source]) == 2
         out, err = capsys.readouterr()
         assert out.count(": fine") == 2 and "LlamaForCausalLM has no module of class T5Block" in err
+
+
+@pytest.mark.parametrize(
+    ("recipe", "is_fine"), [("gpt_shakespeare", True), ("chess_finetune", False), ("t5_summarize", False)]
+)
+def test_context_parallelism_with_a_recipe(recipe: str, is_fine: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    assert check_config.main(["fsdp_context_parallel", "--recipe", recipe]) == (0 if is_fine else 2)
+    err = capsys.readouterr().err
+    (line,) = [
+        number
+        for number, text in enumerate((CONFIGS / "fsdp_context_parallel.yaml").read_text().splitlines(), start=1)
+        if "parallelism_config_cp_size" in text
+    ]
+    expected = (
+        f"accelerate_configs/fsdp_context_parallel.yaml:{line}: parallelism_config_cp_size: {recipe} does not train"
+    )
+    assert err == "" if is_fine else err.startswith(expected) and err.count("\n") == 1
 
 
 @pytest.mark.parametrize(

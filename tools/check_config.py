@@ -8,6 +8,7 @@ Exit code 0 when every file can be run, 2 otherwise.
 """
 
 import argparse
+import importlib
 import os
 import sys
 from pathlib import Path
@@ -79,6 +80,14 @@ def model_of(settings: dict[str, Any]) -> "PreTrainedModel":
     return meta_model(args, config, AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM)
 
 
+def slices_sequences(recipe: str) -> bool:
+    """Whether context parallelism can be used in it."""
+    from common.arguments import TrainArguments
+
+    content = vars(importlib.import_module(f"recipes.{recipe}")).values()
+    return any(issubclass(item, TrainArguments) and item.slices_sequences for item in content if isinstance(item, type))
+
+
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     names = ("num_processes", "num_machines", "mixed_precision")
@@ -87,6 +96,7 @@ def main(argv: list[str] | None = None) -> int:
         files = [find(name, SHIPPED, "file") for name in args.files] or sorted(SHIPPED.glob("*.yaml"))
         settings = model_settings(args)
         model = model_of(settings) if settings else None
+        recipe_without_slices = None if args.recipe is None or slices_sequences(args.recipe) else args.recipe
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_USAGE
@@ -97,7 +107,7 @@ def main(argv: list[str] | None = None) -> int:
         if not problems:
             config = accelerate_config.read_config(path)
             if model is not None:
-                problems = [f"{path}: {text}" for text in accelerate_config.check_wrapping(config, model)]
+                problems = accelerate_config.check_model(path, model, recipe_without_slices)
         if problems:
             exit_code = EXIT_USAGE
             print("\n".join(problems), file=sys.stderr)

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 import accelerate.utils.launch
 import pytest
@@ -161,8 +161,12 @@ def fake_torchao() -> ModuleType:
     return package
 
 
+class CausalArguments(TrainArguments):
+    slices_sequences: ClassVar[bool] = True
+
+
 def observe(args: TrainArguments, saves: bool) -> dict[str, Any]:
-    accelerator, strategy = build_accelerator(args, slices_sequences=True)
+    accelerator, strategy = build_accelerator(args)
     source, weights = load_model(args, load_config(args), AutoModelForCausalLM, accelerator)
     size = held(source.model.layers[1])
     model = prepare_model(source, weights, args, accelerator, strategy)
@@ -231,7 +235,7 @@ def main() -> None:
         settings: dict[str, Any] = {"model_name_or_path": str(folder / "model"), **case["flags"]}
         seen.clear()
         try:
-            observe(TrainArguments(output_dir=str(folder / f"run_{number}"), **settings), case["saves"])
+            observe(CausalArguments(output_dir=str(folder / f"run_{number}"), **settings), case["saves"])
         except UserError as error:
             seen["refused"] = str(error)
         (folder / f"seen_{number}_{rank}.json").write_text(json.dumps(seen))
