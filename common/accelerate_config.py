@@ -5,6 +5,7 @@ said here about its launcher was seen with accelerate 1.15. torch, transformers 
 functions: checking files takes a fraction of a second, these imports take seconds.
 """
 
+import argparse
 import difflib
 import os
 import re
@@ -287,6 +288,14 @@ def check_config(path: str | Path, flags: Mapping[str, Any] | None = None, num_g
     except ValueError as error:
         return [str(error)]
     return _Checker(file, flags or {}, num_gpus).run()
+
+
+def problems_in_words(path: Path, flags: Mapping[str, Any]) -> str | None:
+    """Message of all problems that a YAML has on this machine, with the launcher's flags."""
+    problems = check_config(path, flags, _num_gpus())
+    if len(problems) > 1:
+        return "\n  ".join([f"{len(problems)} problems in {path}:", *problems])
+    return problems[0] if problems else None
 
 
 class _Checker:
@@ -951,7 +960,6 @@ def _parse_launcher(arguments: list[str], folder: Path) -> _Launcher:
     from accelerate.commands.launch import launch_command_parser
 
     args = launch_command_parser().parse_args(arguments)
-    given = args.nondefault - {"config_file", "training_script", "training_script_args"}
     path = None
     if args.config_file is not None:
         path = folder / args.config_file
@@ -959,7 +967,13 @@ def _parse_launcher(arguments: list[str], folder: Path) -> _Launcher:
             path = path.relative_to(Path.cwd())  # as the user wrote it
     elif os.path.isfile(default_config_file) and not args.cpu:
         path = Path(default_config_file)
-    return _Launcher(path, {name: getattr(args, name) for name in given})
+    return _Launcher(path, launcher_flags(args))
+
+
+def launcher_flags(args: argparse.Namespace) -> dict[str, Any]:
+    """What was given on the launcher's command line besides the YAML and the script."""
+    given = args.nondefault - {"config_file", "training_script", "training_script_args"}
+    return {name: getattr(args, name) for name in given}
 
 
 def check_launch(accelerate_config: str | None = None) -> Path | None:
@@ -1001,11 +1015,8 @@ def check_launch(accelerate_config: str | None = None) -> Path | None:
     is_applied = "ACCELERATE_DYNAMO_MODE" in os.environ  # every accelerate launch sets it, and nothing else does
     if is_applied and os.environ["ACCELERATE_MIXED_PRECISION"] != config.get("mixed_precision"):
         flags["mixed_precision"] = os.environ["ACCELERATE_MIXED_PRECISION"]
-    problems = check_config(path, flags, _num_gpus())
-    if len(problems) > 1:
-        problems = ["\n  ".join([f"{len(problems)} problems in {path}:", *problems])]
-    if problems:
-        raise _user_error(problems[0])
+    if problems := problems_in_words(path, flags):
+        raise _user_error(problems)
     if launcher is None and num_processes is None and config["distributed_type"] != "NO":
         raise _user_error(f"{path} needs a launcher: accelerate launch --config_file {path}, or torchrun.")
     if not is_applied:

@@ -193,6 +193,9 @@ def test_failing_worker_ends_the_wait_for_the_others(forked: ForkedParent, tmp_p
     assert result.exit_code == 1 and not result.timed_out
 
 
+TWO = "distributed_type: MULTI_GPU\nnum_processes: 2\nmixed_precision: 'no'\n"
+
+
 def parse(tmp_path: Path, yaml_text: str, *flags: str, script: str | None = None) -> argparse.Namespace:
     from accelerate.commands.launch import launch_command_parser
 
@@ -203,41 +206,44 @@ def parse(tmp_path: Path, yaml_text: str, *flags: str, script: str | None = None
 
 
 def test_more_processes_than_gpus_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = "distributed_type: FSDP\nnum_processes: 8\nfsdp_config:\n  fsdp_version: 2\n"
+    text = TWO.replace("num_processes: 2", "num_processes: 8")
     launch.check(parse(tmp_path, text))  # no GPU at all: a rehearsal on the CPU
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    with pytest.raises(ValueError, match=r"8 processes .* 4 GPUs: pass --num_processes 4 "):
+    with pytest.raises(ValueError, match=r"8 processes .* 4 GPUs; launch with --num_processes 4\."):
         launch.check(parse(tmp_path, text))
     launch.check(parse(tmp_path, text, "--num_processes", "4"))
     address = "--main_process_ip", "127.0.0.1", "--main_process_port", "29500"
     launch.check(parse(tmp_path, text, "--num_machines", "2", *address))
-    launch.check(parse(tmp_path, text, "--cpu"))
-
-
-TWO = "distributed_type: MULTI_GPU\nnum_processes: 2\nmixed_precision: 'no'\n"
 
 
 @pytest.mark.parametrize(
     ("text", "flags", "message"),
     [
-        ("distributed_type: FSDP\n", [], "has no num_processes"),
-        ("distributed_type: FSDP\nnum_processes: 3\nnum_machines: 2\n", [], "does not divide evenly over 2 machines"),
+        (TWO.replace("num_processes: 2\n", ""), [], "num_processes: is missing"),
         (
-            "distributed_type: MULTI_GPU\nnum_processes: 2\nmain_process_ip: a\nmain_process_port: 0\n"
-            "num_machines: 2\n",
+            TWO.replace("2", "3") + "num_machines: 2\nmain_process_ip: a\nmain_process_port: 29617\n",
+            [],
+            "config.yaml:2: num_processes: found 3, the total over all machines, which 2 machines cannot share",
+        ),
+        (
+            TWO + "main_process_ip: a\nmain_process_port: 0\nnum_machines: 2\n",
             [],
             "main_process_port: 0 lets each machine choose another port",
         ),
-        ("distributed_type: MULTI_GPU\nnum_processes: 2\nnum_machines: 2\n", [], "2 machines need main_process_ip"),
-        (TWO, ["--num_machines", "2"], "2 machines need --main_process_ip"),
-        (TWO, ["--num_processes", "0"], "--num_processes 0: expected 1 or more"),
-        (TWO, ["--main_process_port", "70000"], "--main_process_port 70000: expected a port"),
-        ("distributed_type: FSDP\nnum_proceses: 3\n", [], "num_proceses"),
-        ("distributed_type: FSPD\nnum_processes: 3\n", [], "FSPD"),
-        ("num_processes: 3\n", [], "distributed_type"),
+        (TWO + "num_machines: 2\nmain_process_port: 29617\n", [], "2 machines need main_process_ip"),
+        (TWO, ["--num_machines", "2"], "2 machines need --main_process_ip and --main_process_port"),
+        (TWO, ["--num_processes", "0"], "num_processes \\(from the launcher\\): found 0; expected at least 1"),
+        (
+            TWO,
+            ["--main_process_port", "70000"],
+            "main_process_port \\(from the launcher\\): found 70000; expected 0 to",
+        ),
+        (TWO + "num_proceses: 3\n", [], "config.yaml:4: num_proceses"),
+        (TWO.replace("MULTI_GPU", "FSPD"), [], "FSPD"),
+        ("num_processes: 3\nmixed_precision: 'no'\n", [], "distributed_type"),
         ("distributed_type: [\n", [], "config.yaml"),
-        ("", [], "expected keys and values"),
-        ("distributed_type: FSDP\nnum_processes: 2\n", ["--config_file", "accelerate_configs/fsdp9.yaml"], "ddp.yaml"),
+        ("", [], "expected lines of `key: value`"),
+        (TWO, ["--config_file", "accelerate_configs/fsdp9.yaml"], "ddp.yaml"),
     ],
 )
 def test_bad_configurations_are_one_line(tmp_path: Path, text: str, flags: list[str], message: str) -> None:

@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
-import yaml
 
 # torch and accelerate take seconds to import: `main` imports them after the signal handlers are in place.
 if TYPE_CHECKING:
@@ -152,11 +151,8 @@ def grace_seconds() -> float:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Refuses what cannot run; raises `ValueError` with one line for the user. Chooses a port where none is given."""
-    import torch
-    from accelerate.commands.config import load_config_from_file
-
-    from common.accelerate_config import check_config, check_environment, known_files
+    """Refuses what cannot run; raises `ValueError` with a message for the user. Chooses a port where none is given."""
+    from common.accelerate_config import check_environment, known_files, launcher_flags, problems_in_words, read_config
 
     if not (args.module or args.no_python or os.path.isfile(args.training_script)):
         raise ValueError(f"{args.training_script}: no such script")
@@ -165,55 +161,23 @@ def check(args: argparse.Namespace) -> None:
     path = Path(args.config_file)
     if not path.is_file():
         raise ValueError(f"--config_file {path}: no such file; {known_files(path)}")
-    try:
-        if not isinstance(yaml.safe_load(path.read_text()), dict):
-            raise ValueError("expected keys and values of an accelerate config")
-        config = load_config_from_file(args.config_file)
-    except (yaml.YAMLError, ValueError) as error:
-        raise ValueError(f"--config_file {path}: {' '.join(str(error).split())}") from error
-    except (AttributeError, TypeError) as error:  # accelerate's, of a value of the wrong type
-        raise ValueError("; ".join(check_config(path)) or f"--config_file {path}: {error}") from error
+    if problems := problems_in_words(path, launcher_flags(args)):
+        raise ValueError(problems)
     check_environment(path)
-
-    if (args.mixed_precision or config.mixed_precision) == "fp8" and importlib.util.find_spec("torchao") is None:
+    config = read_config(path)
+    if (args.mixed_precision or config.get("mixed_precision")) == "fp8" and not importlib.util.find_spec("torchao"):
         raise ValueError(
             f"{path}: mixed_precision fp8 needs the package torchao (pip install torchao) and a GPU with fp8"
         )
-    num_processes = config.num_processes if args.num_processes is None else args.num_processes
-    num_machines = config.num_machines if args.num_machines is None else args.num_machines
-    for name, value in (("num_processes", args.num_processes), ("num_machines", args.num_machines)):
-        if value is not None and value < 1:
-            raise ValueError(f"--{name} {value}: expected 1 or more")
-    if args.main_process_port is not None and not 0 <= args.main_process_port < 2**16:
-        raise ValueError(f"--main_process_port {args.main_process_port}: expected a port, 0 (any) to 65535")
-    if num_processes < 1:
-        raise ValueError(f"{path} has no num_processes: add it (the total over all machines) or pass --num_processes")
-    if num_processes % num_machines:
-        raise ValueError(
-            f"num_processes {num_processes} does not divide evenly over {num_machines} machines: "
-            f"--num_processes is the total over all machines"
-        )
-    if num_machines > 1:  # whose launchers wait for each other before a recipe could say what is wrong
-        flags = {
-            name: getattr(args, name) for name in args.nondefault if name not in ("config_file", "training_script")
-        }
-        if problems := check_config(path, flags):
-            raise ValueError("; ".join(problems))
-        for name in ("main_process_ip", "main_process_port"):
-            if (
-                getattr(args, name) is None
-                and getattr(config, name, None) is None
-                and args.rdzv_backend in (None, "static")
-            ):
-                raise ValueError(f"{num_machines} machines need --{name}: where process 0 is reached")
-    per_machine = num_processes // num_machines
-    num_gpus = torch.cuda.device_count()  # asks the driver; makes no CUDA context
-    if num_gpus and per_machine > num_gpus and not (args.cpu or config.use_cpu):
-        raise ValueError(
-            f"{path} asks for {per_machine} processes on this machine, which has {num_gpus} GPUs: "
-            f"pass --num_processes {num_gpus * num_machines} (the total over all machines)"
-        )
-    if num_machines == 1 and args.main_process_port is None and config.main_process_port is None:
+    num_machines = args.num_machines or config.get("num_machines", 1)
+    missing = [
+        name
+        for name in ("main_process_ip", "main_process_port")
+        if getattr(args, name) is None and config.get(name) is None
+    ]
+    if num_machines > 1 and missing and args.rdzv_backend in (None, "static"):
+        raise ValueError(f"{num_machines} machines need --{' and --'.join(missing)}: where process 0 is reached")
+    if num_machines == 1 and "main_process_port" in missing:
         args.main_process_port = 0  # any that is free: runs that start together would all find 29500 free, and take it
 
 
