@@ -82,6 +82,18 @@ def test_wrapping_with_the_model_of_a_recipe(tmp_path: Path, capsys: pytest.Capt
         assert out.count(": fine") == 2 and "LlamaForCausalLM has no module of class T5Block" in err
 
 
+def test_a_recipe_is_found_from_any_folder(tmp_path: Path) -> None:
+    run = subprocess.run(
+        [sys.executable, str(REPOSITORY / "tools" / "check_config.py"), "ddp", "--recipe", "t5_summarize"],
+        cwd=tmp_path,
+        env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert run.returncode == 0 and "ddp.yaml: fine" in run.stdout, run.stderr
+
+
 @pytest.mark.parametrize(
     ("recipe", "is_fine"), [("gpt_shakespeare", True), ("chess_finetune", False), ("t5_summarize", False)]
 )

@@ -8,8 +8,8 @@ Exit code 0 when every file can be run, 2 otherwise.
 """
 
 import argparse
-import importlib
 import os
+import runpy
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -84,7 +84,7 @@ def slices_sequences(recipe: str) -> bool:
     """Whether context parallelism can be used in it."""
     from common.arguments import TrainArguments
 
-    content = vars(importlib.import_module(f"recipes.{recipe}")).values()
+    content = runpy.run_path(str(REPOSITORY / "recipes" / f"{recipe}.py")).values()
     return any(issubclass(item, TrainArguments) and item.slices_sequences for item in content if isinstance(item, type))
 
 
