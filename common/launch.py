@@ -8,6 +8,7 @@ import ctypes
 import fcntl
 import importlib.util
 import os
+import re
 import shutil
 import signal
 import sys
@@ -188,6 +189,7 @@ def build_accelerator(args: TrainArguments) -> tuple[Accelerator, Strategy]:
             "sets: start with accelerate launch, or unset them."
         )
     config_file = check_launch(args.accelerate_config)
+    settings = _settings(args)
     requested = _requested_kind()
     on_cpu = _flag("ACCELERATE_USE_CPU") or not torch.cuda.is_available()
     num_processes = int(os.environ.get("WORLD_SIZE", "1"))
@@ -272,6 +274,7 @@ def build_accelerator(args: TrainArguments) -> tuple[Accelerator, Strategy]:
     if parallelism.cp_size > 1:
         accelerator.state.parallelism_config = parallelism
     _check_effective(accelerator, num_processes)
+    _check_agreement(settings)
     _set_up_process(args, accelerator, strategy)
     _check_output_dir(args)
     return accelerator, strategy
@@ -399,6 +402,33 @@ def _check_effective(accelerator: Accelerator, num_processes: int) -> None:
             f"the launcher says that there are {num_processes} processes, the process group has {world} and accelerate "
             f"{accelerator.num_processes}; launch with accelerate launch --config_file."
         )
+
+
+def _settings(args: TrainArguments) -> dict[str, str]:
+    """What has to be the same on all machines: the YAML's settings, and flags that name no file."""
+    names = [name for name in os.environ if re.match(r"ACCELERATE_|FSDP_|PARALLELISM_CONFIG_", name)]
+    chosen = {name: os.environ[name] for name in names if "/" not in os.environ[name]}
+    flags = {f"--{name}": str(value) for name, value in args.to_dict().items() if "/" not in str(value)}
+    return {name.removeprefix("ACCELERATE_").lower(): value for name, value in chosen.items()} | flags
+
+
+def _check_agreement(settings: dict[str, str]) -> None:
+    """Each machine has a launcher of its own: other settings there would end in processes that wait for each other."""
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    if world == int(os.environ.get("LOCAL_WORLD_SIZE", str(world))):
+        return
+    group = dist.new_group(backend="gloo")  # whose messages arrive, also when their sender leaves at once
+    everywhere: list[Any] = [None] * world
+    dist.all_gather_object(everywhere, settings, group=group)
+    dist.destroy_process_group(group)
+    first = everywhere[0]
+    for rank, other in enumerate(everywhere):
+        for name in sorted(first.keys() | other.keys()):
+            if first.get(name) != other.get(name):
+                raise UserError(
+                    f"{name} is {first.get(name)} for process 0 and {other.get(name)} for process {rank}: start all "
+                    "machines with the same YAML and flags."
+                )
 
 
 def cores_per_process() -> int:

@@ -302,6 +302,35 @@ def test_a_signal_ends_the_wait_for_the_first_machine(forked: ForkedParent, tmp_
     assert result.exit_code in (128 + signal.SIGTERM, -signal.SIGTERM) and result.seconds < 20
 
 
+def run_machines(output: Path, *flags: list[str], env: dict[str, str] | None = None) -> list[tuple[int, str]]:
+    """Exit code and output of launchers that stand for one machine each, with flags of their own."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    machines = [
+        subprocess.Popen(
+            [
+                sys.executable, str(TOOL), "--num_processes", "2", "--num_machines", "2", "--machine_rank", str(rank),
+                "--main_process_ip", "127.0.0.1", "--main_process_port", str(port), "--config_file", *own,
+                f"--output_dir={output}",
+            ],
+            cwd=REPOSITORY, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **(env or {})},
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for rank, own in enumerate(flags)
+    ]  # fmt: skip
+    try:
+        said = [machine.communicate(timeout=80)[0] for machine in machines]
+        return [(machine.returncode, text) for machine, text in zip(machines, said, strict=True)]
+    finally:
+        for machine in machines:
+            machine.terminate()
+            machine.wait(timeout=30)
+
+
+RECIPE = ["recipes/gpt_shakespeare.py", "--config=gpt_shakespeare_demo"]
+
+
 @pytest.mark.full
 @pytest.mark.timeout(180)
 def test_a_machine_that_comes_late_hears_of_the_error_too(tmp_path: Path) -> None:
@@ -309,30 +338,29 @@ def test_a_machine_that_comes_late_hears_of_the_error_too(tmp_path: Path) -> Non
     (tmp_path / "sitecustomize.py").write_text("import os, time\ntime.sleep(12 * (os.environ.get('RANK') == '1'))\n")
     output = tmp_path / "run"
     (output / "checkpoints").mkdir(parents=True)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    machines = [
-        subprocess.Popen(
-            [
-                sys.executable, str(TOOL), "--config_file", str(CONFIGS / "ddp.yaml"), "--num_processes", "2",
-                "--num_machines", "2", "--machine_rank", str(rank), "--main_process_ip", "127.0.0.1",
-                "--main_process_port", str(port), str(REPOSITORY / "recipes" / "gpt_shakespeare.py"),
-                "--config=gpt_shakespeare_demo", f"--output_dir={output}",
-            ],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])},
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    try:
-        for machine in machines:
-            said = machine.communicate(timeout=80)[0]
-            assert machine.returncode == 2 and "holds another run (checkpoints)" in said, said
-    finally:
-        for machine in machines:
-            machine.terminate()
-            machine.wait(timeout=30)
+    flags = [str(CONFIGS / "ddp.yaml"), *RECIPE]
+    env = {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    for code, said in run_machines(output, flags, flags, env=env):
+        assert code == 2 and "holds another run (checkpoints)" in said, said
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize(
+    ("config", "flags", "difference"),
+    [
+        ("fsdp_shard_grad_op", [], "fsdp_reshard_after_forward is true for process 0 and false for process 1: start"),
+        pytest.param("ddp", [], "is false for process 0 and None for process 1: start all", marks=pytest.mark.full),
+        pytest.param(
+            "fsdp_full_shard", ["--learning_rate=0.1"], "--learning_rate is 0.004 for process 0 and 0.1 for process 1",
+            marks=pytest.mark.full,
+        ),
+    ],
+)  # fmt: skip
+def test_machines_with_other_settings_end(config: str, flags: list[str], difference: str, tmp_path: Path) -> None:
+    ours, theirs = (str(CONFIGS / f"{name}.yaml") for name in ("fsdp_full_shard", config))
+    for code, said in run_machines(tmp_path / "run", [ours, *RECIPE], [theirs, *RECIPE, *flags]):
+        assert code == 2 and difference in said and "Traceback" not in said, said
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_port_in_use_is_one_line(forked: ForkedParent, tmp_path: Path) -> None:
@@ -345,8 +373,10 @@ def test_a_port_in_use_is_one_line(forked: ForkedParent, tmp_path: Path) -> None
             f"main_process_ip: 127.0.0.1\nmain_process_port: {taken.getsockname()[1]}\n"
         )
         result = forked.run(TOOL, "--config_file", str(config), worker(tmp_path, ""), config="single_device")
-    assert result.exit_code == 2 and result.output.startswith("error: Tried to launch"), result.output
-    assert result.output.count("\n") == 1 and "main_process_port" in result.output
+    assert result.exit_code == 2, result.output
+    waiting, error = result.output.splitlines()
+    assert waiting == "machine 0 of 2: waiting for the others"
+    assert error.startswith("error: Tried to launch") and "main_process_port" in error
 
 
 def dry_run(*arguments: str, gpus: str = "") -> str:

@@ -177,7 +177,10 @@ def check(args: argparse.Namespace) -> None:
     ]
     if num_machines > 1 and missing and args.rdzv_backend in (None, "static"):
         raise ValueError(f"{num_machines} machines need --{' and --'.join(missing)}: where process 0 is reached")
-    if num_machines == 1 and "main_process_port" in missing:
+    if num_machines > 1:
+        rank = config.get("machine_rank", 0) if args.machine_rank is None else args.machine_rank
+        print(f"machine {rank} of {num_machines}: waiting for the others", file=sys.stderr, flush=True)
+    elif "main_process_port" in missing:
         args.main_process_port = 0  # any that is free: runs that start together would all find 29500 free, and take it
 
 
