@@ -142,7 +142,7 @@ REFUSED: dict[tuple[str, Any], str] = {
         "compiled code; write true",
     ("fp8_backend", "TE"): "Transformer Engine needs its own layers; write AO (torchao)",
     ("fp8_backend", "MSAMP"): "MS-AMP does not support FSDP2; write AO (torchao)",
-    **{(f"parallelism_config_{short}_size", None): f"{name} parallelism is no part of these recipes; write 1"
+    **{(f"parallelism_config_{short}_size", None): f"{name} parallelism is no part of these recipes; remove the line"
        for short, name in (("tp", "tensor"), ("sp", "sequence"))},
 }  # fmt: skip
 FLAG_ONLY = "accelerate launch ignores it in a file; pass --{0} to the launcher and remove the line"
@@ -553,6 +553,8 @@ class _Checker:
         plan = self.plan
         if not any(_section(key) == "parallelism_config" for key in plan):
             return
+        if any(section == "parallelism_config" and key not in plan for section, key in self.file.lines):
+            return  # one of the sizes is wrong in itself
         if plan.get("distributed_type") != "FSDP" or plan.get("fsdp_version", 2) != 2:
             self.report("parallelism_config", "needs distributed_type FSDP with fsdp_version: 2")
             return
@@ -565,7 +567,8 @@ class _Checker:
         context = f" x cp_size {contexts}" if contexts > 1 else ""
         if shards == 1 and contexts == 1:
             self.report(
-                "parallelism_config", "parallelism_config_dp_shard_size is 1: nothing is sharded; take ddp.yaml"
+                "parallelism_config",
+                "dp_shard_size is 1: nothing is sharded; remove the section to shard over all processes",
             )
         elif shards == 1 and replicas > 1:
             self.report(
@@ -699,7 +702,10 @@ def _model_problems(
         if recipe_without_slices:
             yield "parallelism_config_cp_size", no_slices(recipe_without_slices)
         elif model.config.is_encoder_decoder:
-            yield "parallelism_config_cp_size", f"context parallelism is for causal models, and {name} is none; write 1"
+            yield (
+                "parallelism_config_cp_size",
+                f"context parallelism is for causal models, and {name} is none; take another YAML",
+            )
     policy = plan.get("fsdp_auto_wrap_policy")
     if policy == "SIZE_BASED_WRAP" and model.config.is_encoder_decoder:
         yield (

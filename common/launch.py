@@ -112,7 +112,7 @@ class Strategy:
                 text += f", each sequence split over {self.context_size} processes"
         elif self.kind == "fsdp1":
             assert self.plugin is not None and self.plugin.sharding_strategy is not None
-            text += f" {self.plugin.sharding_strategy.name}"
+            text += f" {self.plugin.sharding_strategy.name.lstrip('_')}"
         return text + (", offloaded to host memory" if self.is_offloaded else "")
 
 

@@ -375,7 +375,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (
         HYBRID,
         {"num_processes": 2, "parallelism_config_dp_shard_size": 1},
-        "parallelism_config: parallelism_config_dp_shard_size is 1: nothing is sharded; take ddp.yaml",
+        "parallelism_config: dp_shard_size is 1: nothing is sharded; remove the section",
     ),
     (FSDP1, {"parallelism_config_dp_shard_size": 2}, "parallelism_config: needs distributed_type FSDP with"),
     ("ddp", {"parallelism_config_dp_replicate_size": 2}, "parallelism_config: needs distributed_type FSDP with"),
