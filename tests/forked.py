@@ -127,6 +127,13 @@ class Handle:
         return Result(exit_codes, exit_code, self.output, time.monotonic() - self._started, timed_out)
 
 
+def free_port() -> int:
+    """A port of this machine that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
 class ForkedParent:
     """The process with everything imported; stopped by `close` or with this process."""
 

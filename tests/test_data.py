@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import random
 import re
-import socket
 import time
 import traceback
 from collections import Counter
@@ -27,6 +26,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, T5Config, T5For
 from common import data
 from common.arguments import UserError
 from common.losses import IGNORE_INDEX
+from tests.forked import free_port
 
 ROOT = Path(__file__).resolve().parent.parent
 T5_TOKENIZER = ROOT.parent / "shared" / "data" / "t5_tokenizer"
@@ -414,9 +414,7 @@ def _run_rank(rank: int, nodes: list[int], port: int, function: Callable[[int], 
 
 def run_ranks(nodes: list[int], function: Callable[[int], Any], timeout: float = 60) -> list[Any]:
     """What `function(rank)` returns or raises on each rank of a gloo group; `nodes` says on which node a rank is."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     context = multiprocessing.get_context("fork")
     results = context.Queue()
     arguments = [(rank, nodes, port, function, results) for rank in range(len(nodes))]

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from tests.conftest import REPOSITORY
-from tests.forked import CONFIGS, ForkedParent, Handle
+from tests.forked import CONFIGS, ForkedParent, Handle, free_port
 from tests.test_forked import ACCELERATE_LAUNCH
 from tools import launch
 
@@ -214,6 +214,8 @@ def test_more_processes_than_gpus_are_refused(tmp_path: Path, monkeypatch: pytes
     launch.check(parse(tmp_path, text, "--num_processes", "4"))
     address = "--main_process_ip", "127.0.0.1", "--main_process_port", "29500"
     launch.check(parse(tmp_path, text, "--num_machines", "2", *address))
+    with pytest.raises(ValueError, match="starts one process without DDP"):
+        launch.check(parse(tmp_path, text, "--cpu"))
 
 
 @pytest.mark.parametrize(
@@ -289,12 +291,9 @@ def test_settings_beside_the_file_are_refused(name: str, tmp_path: Path, monkeyp
 def test_a_signal_ends_the_wait_for_the_first_machine(forked: ForkedParent, tmp_path: Path) -> None:
     """Inside torch, where no handler of Python's runs."""
     config = tmp_path / "config.yaml"
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))
-        config.write_text(
-            f"{TWO}num_machines: 2\nmachine_rank: 1\nmain_process_ip: 127.0.0.1\n"
-            f"main_process_port: {unused.getsockname()[1]}\n"
-        )
+    config.write_text(
+        f"{TWO}num_machines: 2\nmachine_rank: 1\nmain_process_ip: 127.0.0.1\nmain_process_port: {free_port()}\n"
+    )
     handle = forked.start(TOOL, "--config_file", str(config), worker(tmp_path, ""), config="single_device")
     time.sleep(10)
     handle.send_signal(signal.SIGTERM)
@@ -304,9 +303,7 @@ def test_a_signal_ends_the_wait_for_the_first_machine(forked: ForkedParent, tmp_
 
 def run_machines(output: Path, *flags: list[str], env: dict[str, str] | None = None) -> list[tuple[int, str]]:
     """Exit code and output of launchers that stand for one machine each, with flags of their own."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     machines = [
         subprocess.Popen(
             [

@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +10,7 @@ import pytest
 
 from tests import tiny
 from tests.conftest import REPOSITORY
-from tests.forked import CONFIGS, ForkedParent
+from tests.forked import CONFIGS, ForkedParent, free_port
 
 RUN, RANK = (REPOSITORY / "launchers" / "mpi" / name for name in ("run.sh", "rank.sh"))
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -130,9 +129,7 @@ def test_open_mpi_trains_with_the_losses_of_accelerate_launch(forked: ForkedPare
     if not version or "OpenRTE" not in version.stdout + version.stderr and "Open MPI" not in version.stdout:
         pytest.skip("Open MPI is not installed")
     tiny.train(forked, tmp_path / "accelerate", "--max_steps=3")
-    with socket.socket() as free:
-        free.bind(("", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     yaml = tmp_path / "float32.yaml"
     text = (CONFIGS / "fsdp_full_shard.yaml").read_text()
     assert "mixed_precision: bf16" in text

@@ -151,7 +151,10 @@ def grace_seconds() -> float:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Refuses what cannot run; raises `ValueError` with a message for the user. Chooses a port where none is given."""
+    """Refuses what cannot run; raises `ValueError` with a message for the user.
+
+    Chooses a port where none is given, and says so where other machines are waited for.
+    """
     from common.accelerate_config import check_environment, known_files, launcher_flags, problems_in_words, read_config
 
     if not (args.module or args.no_python or os.path.isfile(args.training_script)):

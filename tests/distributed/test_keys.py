@@ -10,7 +10,6 @@ import functools
 import itertools
 import json
 import os
-import socket
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -39,7 +38,7 @@ from common.losses import token_loss
 from common.models import load_config, load_model
 from common.optim import build_optimizer
 from common.sharding import base_model, describe_units, prepare_model
-from tests.forked import CONFIGS, REPOSITORY, ForkedParent
+from tests.forked import CONFIGS, REPOSITORY, ForkedParent, free_port
 from tests.test_sharding import make_model
 
 NUM_BLOCKS = 3
@@ -503,12 +502,6 @@ def launched(forked: ForkedParent, folder: Path, *edits: dict[str, Any]) -> list
     lines = [line for result in results for line in result.output.splitlines()]
     ranks = [json.loads(line) for line in lines if line.startswith("{")]  # torch may warn of a machine that has left
     return sorted(ranks, key=lambda rank: int(rank["RANK"]))
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def test_keys_of_one_machine(forked: ForkedParent, tmp_path: Path) -> None:
