@@ -169,11 +169,32 @@ class _File:
     content: dict[str, Any] = field(default_factory=dict)
     lines: dict[tuple[str, str], int] = field(default_factory=dict)
     """Line of each key, by section ("" at the top level) and full name."""
-    repeated: list[str] = field(default_factory=list)
+    slips: list[str] = field(default_factory=list)
+    """Problems that are seen in the text alone: keys given twice, 1:30 for a number."""
 
     def place(self, line: int) -> str:
         """The file with the line, or without where there is none (0)."""
         return f"{self.path}:{line}" if line else str(self.path)
+
+
+@dataclass(frozen=True)
+class LaunchConfig:
+    """What a run is launched with."""
+
+    path: Path | None = None
+    """The YAML; None: there is none."""
+    flags: Mapping[str, Any] = field(default_factory=dict)
+    """What the launcher's command line says besides, by the launcher's names without dashes; it overrides the file."""
+
+    def named(self, key: str) -> str:
+        """A key by its full name, as messages have it: after file and line where it stands, or as the launcher's."""
+        return _named(_read(self.path) if self.path else None, self.flags, key, _section(key))
+
+
+def _named(file: "_File | None", flags: Mapping[str, Any], key: str, section: str) -> str:
+    line = file.lines.get((section, key), 0) if file and key not in flags else 0
+    place = f"{file.place(line)}: " if file else ""
+    return f"{place}{key}{' (from the launcher)' if key in flags else ''}"
 
 
 def read_config(path: str | Path) -> dict[str, Any]:
@@ -201,9 +222,12 @@ def _read(path: Path) -> _File:
         line = bad_utf8_line(path)
         raise _user_error(f"{path}:{line}: not UTF-8 text ({error.reason}); save it as UTF-8.") from error
     except yaml.MarkedYAMLError as error:
-        line = error.problem_mark.line + 1 if error.problem_mark else 1
+        mark, problem = error.problem_mark, error.problem
+        if re.match("while (scanning a quoted|parsing a flow)", error.context or ""):  # noticed lines after it began
+            mark, problem = error.context_mark, f"{error.context}: {error.problem}"
         raise _user_error(
-            f"{path}:{line}: not readable as YAML: {error.problem}; repair this line or the one above it."
+            f"{path}:{mark.line + 1 if mark else 1}: not readable as YAML: {problem}; repair this line or the one "
+            "above it."
         ) from error
     except (OSError, yaml.YAMLError, ValueError, RecursionError) as error:  # values such as a 13th month, too
         raise _user_error(f"{path}: not a readable YAML file: {' '.join(str(error).split())[:200]}") from error
@@ -212,18 +236,21 @@ def _read(path: Path) -> _File:
     file = _File(path, content)
     assert isinstance(root, yaml.MappingNode)
     for key, value in root.value:
-        _note_line(file, "", key.value, key)
+        _note_line(file, "", key.value, key, value)
         if key.value in PREFIXES and isinstance(value, yaml.MappingNode):
-            for inner, _ in value.value:
-                _note_line(file, key.value, _full_name(key.value, inner.value), inner)
+            for inner, inner_value in value.value:
+                _note_line(file, key.value, _full_name(key.value, inner.value), inner, inner_value)
     return file
 
 
-def _note_line(file: _File, section: str, name: str, node: yaml.Node) -> None:
+def _note_line(file: _File, section: str, name: str, node: yaml.Node, value: yaml.Node) -> None:
     line = node.start_mark.line + 1
     if (section, name) in file.lines:
         first = file.lines[section, name]
-        file.repeated.append(f"{file.path}:{line}: {name}: given twice, first in line {first}; remove one.")
+        file.slips.append(f"{file.path}:{line}: {name}: given twice, first in line {first}; remove one.")
+    if value.tag == "tag:yaml.org,2002:int" and ":" in value.value:
+        file.slips.append(f"{file.path}:{line}: {name}: found {value.value}, a number to the base of 60 in YAML; write "
+                          "it without a colon.")  # fmt: skip
     file.lines[section, name] = line
 
 
@@ -308,12 +335,14 @@ class _Checker:
         self.problems: list[tuple[int, str]] = []
         self.plan: dict[str, Any] = {}
 
-    def report(self, key: str, text: str, section: str | None = None) -> None:
-        section = _section(key) if section is None else section
-        line = 0 if key in self.flags else self.file.lines.get((section, key), 0)
-        origin = " (from the launcher)" if key in self.flags else ""
+    def report(self, key: str, text: str) -> None:
+        """A problem of the settings that are in effect."""
+        self.add(key, text, self.flags, _section(key))
+
+    def add(self, key: str, text: str, flags: Mapping[str, Any], section: str) -> None:
+        line = 0 if key in flags else self.file.lines.get((section, key), 0)
         end = "" if text.endswith("?") else "."
-        self.problems.append((line, f"{self.file.place(line)}: {key}{origin}: {text}{end}"))
+        self.problems.append((line, f"{_named(self.file, flags, key, section)}: {text}{end}"))
 
     def run(self) -> list[str]:
         for key, value in self.file.content.items():
@@ -332,7 +361,7 @@ class _Checker:
         self.check_fsdp()
         self.check_parallelism()
         self.check_precision_and_compile()
-        return self.file.repeated + [text for _, text in sorted(self.problems, key=lambda item: item[0])]
+        return self.file.slips + [text for _, text in sorted(self.problems, key=lambda item: item[0])]
 
     # Single keys.
 
@@ -345,8 +374,9 @@ class _Checker:
                 name = _full_name(section, key)
                 if self.check_key(section, name, inner):
                     self.plan[name] = _normal(name, inner)
-        elif value is not None:
-            self.report(section, f"found {value!r}; expected indented lines of `key: value`")
+        else:
+            found = "has no value" if value is None else f"found {value!r}"
+            self.report(section, f"{found}; expected indented lines of `key: value`, or remove the line")
 
     def check_key(self, section: str, key: str, value: Any) -> bool:
         """Whether the key can be used; reports it otherwise."""
@@ -369,7 +399,7 @@ class _Checker:
             if key == "enable_cpu_affinity" and value is True or key == "rdzv_backend" and value != "static":
                 problem = f"found {value!r}; {FLAG_ONLY.format(key)}"
         if problem:
-            self.report(key, problem, section)
+            self.add(key, problem, {}, section)
         return problem is None
 
     def unknown_key(self, section: str, key: str) -> str:
@@ -458,9 +488,12 @@ class _Checker:
 
     def check_devices(self, per_machine: int) -> None:
         plan = self.plan
-        ids = [i for i in plan.get("gpu_ids", "all").split(",") if i.strip()]
+        ids = [i.strip() for i in plan.get("gpu_ids", "all").split(",")]
         if ids != ["all"]:
-            if len(ids) < per_machine:
+            known = r"\d+|(GPU|MIG)-.+"  # what CUDA_VISIBLE_DEVICES takes
+            if wrong := [i for i in ids if not re.fullmatch(known, i) or ids.count(i) > 1]:
+                self.report("gpu_ids", f"found {wrong[0]!r}; write all, or each GPU's number once, such as '0,1'")
+            elif len(ids) < per_machine:
                 self.report("gpu_ids", f"found {len(ids)} GPUs for {per_machine} processes on each machine")
             elif len(ids) == 1 and plan.get("distributed_type") == "MULTI_GPU":
                 self.report("gpu_ids", "one GPU; accelerate refuses it with MULTI_GPU, take single_device.yaml")
@@ -670,19 +703,20 @@ def _from_text(key: str, value: Any) -> Any:
     return value
 
 
-def check_model(path: str | Path, model: "PreTrainedModel", recipe_without_slices: str | None = None) -> list[str]:
-    """Problems of a checked YAML with this model, which may be on the meta device; one line each.
+def check_model(launch: LaunchConfig, model: "PreTrainedModel", recipe_without_slices: str | None = None) -> list[str]:
+    """Problems of checked settings with this model, which may be on the meta device; one line each.
 
     recipe_without_slices: name of the recipe where it cannot train on slices of sequences (context parallelism).
     """
-    file = _read(Path(path))
-    plan = _flatten(file.content)
+    plan = _flatten(read_config(launch.path)) if launch.path else {}
+    for name, value in launch.flags.items():
+        if name in KEYS:
+            plan[name] = _normal(name, _from_text(name, value))
+        elif name in TYPE_FLAGS and value:
+            plan["distributed_type"] = TYPE_FLAGS[name]
     if plan.get("distributed_type") != "FSDP":
         return []
-    return [
-        f"{file.place(file.lines.get((_section(key), key), 0))}: {key}: {text}."
-        for key, text in _model_problems(plan, model, recipe_without_slices)
-    ]
+    return [f"{launch.named(key)}: {text}." for key, text in _model_problems(plan, model, recipe_without_slices)]
 
 
 def no_slices(recipe: str) -> str:
@@ -699,13 +733,12 @@ def _model_problems(
     """Keys and what is wrong with their values."""
     name = type(model).__name__
     if plan.get("parallelism_config_cp_size", 1) > 1:
+        from common.context_parallel import model_problem
+
         if recipe_without_slices:
             yield "parallelism_config_cp_size", no_slices(recipe_without_slices)
-        elif model.config.is_encoder_decoder:
-            yield (
-                "parallelism_config_cp_size",
-                f"context parallelism is for causal models, and {name} is none; take another YAML",
-            )
+        elif problem := model_problem(model):
+            yield "parallelism_config_cp_size", problem
     policy = plan.get("fsdp_auto_wrap_policy")
     if policy == "SIZE_BASED_WRAP" and model.config.is_encoder_decoder:
         yield (
@@ -728,21 +761,13 @@ def _model_problems(
             f"{name} has no module of class {missing}; write {', '.join(candidates)} or remove the line (the model's "
             "own block class is taken)",
         )
-    if problem := unit_problem(model, wanted):
-        yield key, problem
-
-
-def unit_problem(model: "PreTrainedModel", classes: Sequence[str]) -> str | None:
-    """Line on YAML classes whose modules cannot each be gathered, recomputed and compiled on their own, else None."""
-    reason = _no_units(model, classes)
-    if reason is None:
-        return None
-    own = sorted(set(model._no_split_modules or ()) & {type(module).__name__ for module in model.modules()})
-    instead = " or ".join(own) or "another class"
-    return f"{reason}; write {instead}, or remove the line (the model's own block class is taken)"
+    if problem := _no_units(model, wanted):
+        instead = " or ".join(own) or "another class"
+        yield key, f"{problem}; write {instead}, or remove the line (the model's own block class is taken)"
 
 
 def _no_units(model: "PreTrainedModel", classes: Sequence[str]) -> str | None:
+    """Why modules of the classes cannot each be gathered, recomputed and compiled on their own; None where they can."""
     from torch import nn
 
     units = {path: module for path, module in model.named_modules() if type(module).__name__ in classes}
@@ -907,14 +932,6 @@ def _describe_loading(plan: Mapping[str, Any]) -> str:
 # The file of the present run.
 
 
-@dataclass(frozen=True)
-class _Launcher:
-    """An `accelerate launch` above this process."""
-
-    config_file: Path | None
-    flags: dict[str, Any]
-
-
 def find_launch_config() -> Path | None:
     """The YAML that this process was launched with; None when there is none.
 
@@ -923,12 +940,13 @@ def find_launch_config() -> Path | None:
     """
     launcher = _find_launcher()
     if launcher is not None:
-        return launcher.config_file
+        return launcher.path
     named = os.environ.get("ACCELERATE_CONFIG_FILE")
     return Path(named) if named else None
 
 
-def _find_launcher() -> _Launcher | None:
+def _find_launcher() -> LaunchConfig | None:
+    """What an `accelerate launch` above this process was given."""
     import psutil
 
     for process in psutil.Process().parents():
@@ -961,7 +979,7 @@ def launcher_arguments(command: Sequence[str], folder: Path) -> list[str] | None
     return arguments if (folder / words[0]).resolve() == REPOSITORY / "tools" / "launch.py" else None
 
 
-def _parse_launcher(arguments: list[str], folder: Path) -> _Launcher:
+def _parse_launcher(arguments: list[str], folder: Path) -> LaunchConfig:
     from accelerate.commands.config import default_config_file
     from accelerate.commands.launch import launch_command_parser
 
@@ -973,7 +991,7 @@ def _parse_launcher(arguments: list[str], folder: Path) -> _Launcher:
             path = path.relative_to(Path.cwd())  # as the user wrote it
     elif os.path.isfile(default_config_file) and not args.cpu:
         path = Path(default_config_file)
-    return _Launcher(path, launcher_flags(args))
+    return LaunchConfig(path, launcher_flags(args))
 
 
 def launcher_flags(args: argparse.Namespace) -> dict[str, Any]:
@@ -982,12 +1000,12 @@ def launcher_flags(args: argparse.Namespace) -> dict[str, Any]:
     return {name: getattr(args, name) for name in given}
 
 
-def check_launch(accelerate_config: str | None = None) -> Path | None:
+def check_launch(accelerate_config: str | None = None) -> LaunchConfig:
     """Check the YAML that this run was launched with, and apply it where no accelerate launcher has done so.
 
     To be called before settings are read from the environment.
     accelerate_config: a YAML for torchrun and mpiexec; ACCELERATE_CONFIG_FILE in the environment does the same.
-    Returns the file that is in effect, None without one.
+    Returns the file that is in effect, with what overrides it.
     Raises `UserError` with all problems of the file, and when several processes run without any.
     """
     launcher = _find_launcher()
@@ -998,11 +1016,11 @@ def check_launch(accelerate_config: str | None = None) -> Path | None:
             raise _user_error(
                 "--accelerate_config is for torchrun and mpiexec; give accelerate launch --config_file instead."
             )
-        if in_environment and launcher.config_file is None:
+        if in_environment and launcher.path is None:
             raise _user_error(
                 f"accelerate launch does not read ACCELERATE_CONFIG_FILE; add --config_file {in_environment}."
             )
-        path, flags = launcher.config_file, dict(launcher.flags)
+        path, flags = launcher.path, dict(launcher.flags)
     else:
         path, flags = Path(named) if named else None, {}
     num_processes, per_machine = _world()  # what really runs
@@ -1012,7 +1030,7 @@ def check_launch(accelerate_config: str | None = None) -> Path | None:
                 f"{num_processes} processes, but no YAML says how they share the work: use accelerate launch "
                 "--config_file, or with torchrun and mpiexec set ACCELERATE_CONFIG_FILE (accelerate_configs/)."
             )
-        return None
+        return LaunchConfig(None, flags)
     config = read_config(path)
     if num_processes is not None:
         flags |= {"num_processes": num_processes, "num_machines": num_processes // per_machine}
@@ -1028,7 +1046,7 @@ def check_launch(accelerate_config: str | None = None) -> Path | None:
     if not is_applied:
         check_environment(path)
         apply_config(path)
-    return path
+    return LaunchConfig(path, flags)
 
 
 def check_environment(path: Path) -> None:

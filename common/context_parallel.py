@@ -79,8 +79,8 @@ def _chunk_indices(rank: int, size: int) -> tuple[int, int]:
     return rank, 2 * size - 1 - rank
 
 
-def check_model(model: PreTrainedModel) -> None:
-    """Raise `UserError` unless the model's attention is plain causal and can be given another implementation."""
+def model_problem(model: PreTrainedModel) -> str | None:
+    """Why the model cannot be trained on slices: its attention has to be plain causal and to take another function."""
     name, config = type(model).__name__, model.config
     problem = None
     if config.is_encoder_decoder:
@@ -88,7 +88,7 @@ def check_model(model: PreTrainedModel) -> None:
     elif "position_ids" not in inspect.signature(model.forward).parameters:
         problem = "not told the positions of a slice"
     elif config._attn_implementation not in ("sdpa", None):
-        problem = f"set to {config._attn_implementation} attention instead of sdpa"
+        problem = f"set to {config._attn_implementation} attention instead of sdpa (--attn_implementation)"
     else:
         # The older configs know a window and no types of layers.
         types = getattr(config, "layer_types", None) or ["sliding_attention"] * bool(
@@ -96,11 +96,12 @@ def check_model(model: PreTrainedModel) -> None:
         )
         if others := sorted(set(types) - {"full_attention"}):
             problem = f"a model with {', '.join(others)}"
-    if problem:
-        raise UserError(
-            f"parallelism_config_cp_size: context parallelism needs plain causal attention, and {name} is {problem}; "
-            "take another YAML, such as fsdp_full_shard.yaml."
-        )
+    if problem is None:
+        return None
+    return (
+        f"context parallelism needs plain causal attention, and {name} is {problem}; take another YAML, such as "
+        "fsdp_full_shard.yaml"
+    )
 
 
 def slice_attention(model: PreTrainedModel, accelerator: Accelerator) -> None:

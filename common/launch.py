@@ -35,7 +35,7 @@ from accelerate.utils import (
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from common import arguments, memory
-from common.accelerate_config import check_launch, no_slices, wrap_class_names
+from common.accelerate_config import LaunchConfig, check_launch, no_slices, wrap_class_names
 from common.arguments import TrainArguments, UserError, is_first_process, plan_batch
 from common.files import write_text
 from common.optim import LossScale
@@ -67,7 +67,7 @@ class Strategy:
     """no, bf16, fp16 or fp8, as it is in effect."""
     asked_precision: str = "no"
     """The same as the YAML asks for it; a CPU may have taken float32 in its place."""
-    config_file: Path | None = None
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
     plugin: FullyShardedDataParallelPlugin | None = None
     """accelerate's reading of fsdp_config; None without FSDP."""
     wrap_classes: tuple[str, ...] = ()
@@ -188,14 +188,14 @@ def build_accelerator(args: TrainArguments) -> tuple[Accelerator, Strategy]:
             f"the environment has {', '.join(given)} but not all of RANK, WORLD_SIZE and LOCAL_RANK, which a launcher "
             "sets: start with accelerate launch, or unset them."
         )
-    config_file = check_launch(args.accelerate_config)
+    launch = check_launch(args.accelerate_config)
     settings = _settings(args)
     requested = _requested_kind()
     on_cpu = _flag("ACCELERATE_USE_CPU") or not torch.cuda.is_available()
     num_processes = int(os.environ.get("WORLD_SIZE", "1"))
     _check_devices(on_cpu)
     mixed_precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-    _check_precision(args, mixed_precision, on_cpu)
+    _check_precision(args, launch.named("mixed_precision"), mixed_precision, on_cpu)
     substitutions = []
     ram_efficient_loading = _flag("FSDP_CPU_RAM_EFFICIENT_LOADING", default=True)
     if requested in ("fsdp1", "fsdp2"):
@@ -205,7 +205,7 @@ def build_accelerator(args: TrainArguments) -> tuple[Accelerator, Strategy]:
         os.environ["FSDP_SYNC_MODULE_STATES"] = "false"
         if _flag("FSDP_OFFLOAD_PARAMS"):
             if requested == "fsdp1":
-                _check_fsdp1_offload(args, num_processes, on_cpu)
+                _check_fsdp1_offload(launch.named("fsdp_offload_params"), args, num_processes, on_cpu)
             if on_cpu:
                 substitutions.append("offload without pinned memory")
         if on_cpu and num_processes == 1 and requested == "fsdp1":
@@ -239,7 +239,7 @@ def build_accelerator(args: TrainArguments) -> tuple[Accelerator, Strategy]:
     forward_prefetch = requested == "fsdp2" and _flag("FSDP_FORWARD_PREFETCH")
     parallelism = _parallelism(num_processes)
     if parallelism.cp_size > 1 and not args.slices_sequences:
-        raise UserError(f"parallelism_config_cp_size {parallelism.cp_size}: {no_slices(Path(sys.argv[0]).stem)}.")
+        raise UserError(f"{launch.named('parallelism_config_cp_size')}: {no_slices(Path(sys.argv[0]).stem)}.")
     with _quiet_accelerate():
         accelerator = Accelerator(
             # Precision is applied with the sharding: accelerate would wrap forwards and scale losses a second time.
@@ -255,7 +255,7 @@ def build_accelerator(args: TrainArguments) -> tuple[Accelerator, Strategy]:
         kind=requested,
         mixed_precision=compute_precision,
         asked_precision=mixed_precision,
-        config_file=config_file,
+        launch=launch,
         plugin=plugin,
         wrap_classes=tuple(wrap_class_names(os.environ.get("FSDP_TRANSFORMER_CLS_TO_WRAP"))),
         context_size=parallelism.cp_size,
@@ -274,7 +274,7 @@ def build_accelerator(args: TrainArguments) -> tuple[Accelerator, Strategy]:
     if parallelism.cp_size > 1:
         accelerator.state.parallelism_config = parallelism
     _check_effective(accelerator, num_processes)
-    _check_agreement(settings)
+    _check_agreement(settings, timeout)
     _set_up_process(args, accelerator, strategy)
     _check_output_dir(args)
     return accelerator, strategy
@@ -339,18 +339,18 @@ def _check_devices(on_cpu: bool) -> None:
         )
 
 
-def _check_precision(args: TrainArguments, mixed_precision: str, on_cpu: bool) -> None:
+def _check_precision(args: TrainArguments, key: str, mixed_precision: str, on_cpu: bool) -> None:
     if args.param_dtype == "float64" and mixed_precision != "no":
         raise UserError(
-            f"--param_dtype float64 contradicts mixed_precision {mixed_precision} of the YAML; "
-            "add --mixed_precision no before the script's name."
+            f"{key}: {mixed_precision} contradicts --param_dtype float64; add --mixed_precision no before the script's "
+            "name."
         )
     if args.param_dtype != "float32" and mixed_precision == "fp16":
         raise UserError(
-            f"--param_dtype {args.param_dtype} contradicts mixed_precision fp16, which needs float32 parameters."
+            f"{key}: fp16 needs float32 parameters, and --param_dtype is {args.param_dtype}; drop it or take bf16."
         )
     if mixed_precision == "fp8":
-        _check_fp8(on_cpu)
+        _check_fp8(key, on_cpu)
     if on_cpu or "bf16" not in (mixed_precision, args.param_dtype.replace("bfloat16", "bf16")):
         return
     # Natively: device, CUDA and NCCL, as the tutorial of PyTorch checks it.
@@ -366,29 +366,28 @@ def _check_precision(args: TrainArguments, mixed_precision: str, on_cpu: bool) -
         raise UserError(f"bf16 asked for, but NCCL {torch.cuda.nccl.version()} cannot sum it; 2.10 or newer can.")
 
 
-def _check_fp8(on_cpu: bool) -> None:
+def _check_fp8(key: str, on_cpu: bool) -> None:
     have = "this run is on the CPU" if on_cpu else None
     if not on_cpu and torch.cuda.get_device_capability() < (8, 9):
         have = f"this is {torch.cuda.get_device_name()}"
     if have:
         raise UserError(
-            f"mixed_precision fp8 needs a GPU with fp8 matrix products (Hopper, Ada or newer), and {have}; "
-            "use a YAML with bf16."
+            f"{key}: fp8 needs a GPU with fp8 matrix products (Hopper, Ada or newer), and {have}; use a YAML with bf16."
         )
     if importlib.util.find_spec("torchao") is None:
-        raise UserError("mixed_precision fp8 needs the package torchao: pip install torchao, or use a YAML with bf16.")
+        raise UserError(f"{key}: fp8 needs the package torchao: pip install torchao, or use a YAML with bf16.")
 
 
-def _check_fsdp1_offload(args: TrainArguments, num_processes: int, on_cpu: bool) -> None:
+def _check_fsdp1_offload(key: str, args: TrainArguments, num_processes: int, on_cpu: bool) -> None:
     if on_cpu:
         raise UserError(
-            "fsdp_offload_params: FSDP1 offloads from a GPU only and cannot be rehearsed on the CPU; "
+            f"{key}: FSDP1 offloads from a GPU only and cannot be rehearsed on the CPU; "
             "rehearse with fsdp_version: 2, or set it to false."
         )
     if (plan := plan_batch(args, num_processes)).num_micro_batches > 1:
         # Documented in torch's FullyShardedDataParallel: the newly reduced gradient takes the place of the sum.
         raise UserError(
-            f"fsdp_offload_params: FSDP1 keeps the gradient of the last micro-batch only, and a step has "
+            f"{key}: FSDP1 keeps the gradient of the last micro-batch only, and a step has "
             f"{plan.num_micro_batches}; use fsdp_version: 2 (fsdp_full_shard_offload.yaml), or "
             f"--per_device_train_batch_size {plan.per_device * plan.num_micro_batches}."
         )
@@ -412,12 +411,13 @@ def _settings(args: TrainArguments) -> dict[str, str]:
     return {name.removeprefix("ACCELERATE_").lower(): value for name, value in chosen.items()} | flags
 
 
-def _check_agreement(settings: dict[str, str]) -> None:
+def _check_agreement(settings: dict[str, str], timeout: timedelta) -> None:
     """Each machine has a launcher of its own: other settings there would end in processes that wait for each other."""
     world = dist.get_world_size() if dist.is_initialized() else 1
     if world == int(os.environ.get("LOCAL_WORLD_SIZE", str(world))):
         return
-    group = dist.new_group(backend="gloo")  # whose messages arrive, also when their sender leaves at once
+    # Over gloo messages arrive also when their sender leaves at once.
+    group = dist.new_group(backend="gloo", timeout=timeout)
     everywhere: list[Any] = [None] * world
     dist.all_gather_object(everywhere, settings, group=group)
     dist.destroy_process_group(group)
@@ -586,7 +586,7 @@ def _launch_rows(args: TrainArguments, accelerator: Accelerator, strategy: Strat
     return {
         "preset": f"{_short(args.preset)} ({args.preset_reason})",
         "output": args.output_dir,
-        "accelerate": str(strategy.config_file) if strategy.config_file else None,
+        "accelerate": str(strategy.launch.path) if strategy.launch.path else None,
         "strategy": strategy.describe(),
         "processes": f"{accelerator.num_processes} on {device}",
         "precision": precision,

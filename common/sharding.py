@@ -47,7 +47,7 @@ from transformers import PreTrainedModel
 from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
 from common import context_parallel, memory
-from common.accelerate_config import unit_problem
+from common.accelerate_config import check_model
 from common.arguments import ModelArguments, TrainArguments, UserError
 from common.bias_attention import OPERATOR
 from common.launch import Strategy, compute_dtype, param_dtype, reduce_dtype
@@ -74,8 +74,8 @@ def prepare_model(
     Raises `UserError` when the YAML's wrap class is not in the model or a setting cannot act.
     """
     _check_refinements(args, strategy)
+    _check_model(model, strategy)
     if strategy.context_size > 1:
-        context_parallel.check_model(model)
         context_parallel.slice_attention(model, accelerator)
     plugin = strategy.plugin
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -256,17 +256,19 @@ def check_wrapping(
 ) -> None:
     """Raise what `prepare_model` would about blocks and units: the config is enough, before anything is loaded."""
     model = meta_model(args, config, auto_class)
-    blocks = find_blocks(model, strategy)
-    if strategy.is_fsdp:
-        find_units(model, blocks, strategy)
-    if strategy.context_size > 1:
-        context_parallel.check_model(model)
+    _check_model(model, strategy)
+    find_blocks(model, strategy)
+
+
+def _check_model(model: PreTrainedModel, strategy: Strategy) -> None:
+    if problems := check_model(strategy.launch, model):
+        raise UserError("\n".join(problems))
 
 
 def find_blocks(model: PreTrainedModel, strategy: Strategy) -> list[nn.Module]:
     """Modules that are checkpointed, compiled and sharded as a unit: the YAML's classes, else the model's blocks.
 
-    Raises `UserError` when a class is not in the model, naming the candidates, and for a model without layers.
+    Raises `UserError` for a model without layers, or whose blocks nothing names.
     """
     own = sorted(model._no_split_modules or ())
     wanted = list(strategy.wrap_classes) or own
@@ -277,15 +279,6 @@ def find_blocks(model: PreTrainedModel, strategy: Strategy) -> list[nn.Module]:
             f"{type(model).__name__} has no layers ({key} is {getattr(model.config, key)}): give it some, "
             f"--config_overrides {key}=N."
         )
-    missing = [name for name in wanted if name not in present]
-    if strategy.wrap_classes and missing:
-        candidates = ", ".join(own) or ", ".join(sorted(present))
-        raise UserError(
-            f"fsdp_transformer_layer_cls_to_wrap: {type(model).__name__} has no module of class {', '.join(missing)}; "
-            f"it has {candidates} (or leave the key out: the model's own block class is taken)."
-        )
-    if strategy.wrap_classes and (problem := unit_problem(model, wanted)):
-        raise UserError(f"fsdp_transformer_layer_cls_to_wrap: {problem}.")
     blocks = [module for module in model.modules() if type(module).__name__ in wanted]
     if not blocks:
         raise UserError(
@@ -306,11 +299,6 @@ def find_units(model: PreTrainedModel, blocks: list[nn.Module], strategy: Strate
         return []
     if policy is not size_based_auto_wrap_policy:
         return blocks
-    if model.config.is_encoder_decoder:
-        raise UserError(
-            "fsdp_auto_wrap_policy SIZE_BASED_WRAP: it would split an encoder-decoder model's shared embeddings from "
-            "their users; set TRANSFORMER_BASED_WRAP."
-        )
     minimum = strategy.plugin.min_num_params
     tied = _tied_parameters(model)
     units: list[nn.Module] = []

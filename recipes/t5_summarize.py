@@ -207,7 +207,8 @@ def main() -> None:
     args = parse_args(T5Arguments)
     accelerator, strategy = build_accelerator(args)
     if strategy.asked_precision == "fp16":
-        raise UserError("mixed_precision fp16: T5 overflows in it and its losses become NaN; use bf16 or no.")
+        key = strategy.launch.named("mixed_precision")
+        raise UserError(f"{key}: T5 overflows in fp16 and its losses become NaN; use bf16 or no.")
     plan = plan_batch(args, accelerator.num_processes)
     config = load_config(args)
     check_kind(config, AutoModelForSeq2SeqLM)

@@ -18,7 +18,7 @@ from accelerate.utils import constants, prepare_multi_gpu_env, prepare_simple_la
 from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 
 from common import accelerate_config
-from common.accelerate_config import KEYS, check_config, describe
+from common.accelerate_config import KEYS, LaunchConfig, check_config, describe
 from common.arguments import UserError
 from tests.conftest import REPOSITORY
 
@@ -147,6 +147,7 @@ TAKEN: list[tuple[str, dict[str, Any], str]] = [
     ("ddp", {"main_process_port": 29501}, "port 29501"),
     ("ddp", {"main_process_port": 0}, "port (a free one)"),
     ("ddp", {"gpu_ids": "1,3"}, "GPUs 1,3"),
+    ("ddp", {"gpu_ids": "GPU-5af,MIG-c1"}, "GPUs GPU-5af,MIG-c1"),
     ("ddp", {"mixed_precision": "no"}, "as the parameters"),
     ("ddp", {"mixed_precision": "fp16"}, "fp16 compute with loss scaling"),
     ("single_device", {"use_cpu": True}, "on the CPU"),
@@ -349,6 +350,9 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("ddp", {"machine_rank": 1}, "machine_rank: found 1; expected 0 to 0"),
     ("ddp", {"gpu_ids": "0,1", "num_processes": 4}, "gpu_ids: found 2 GPUs for 4 processes"),
     ("ddp", {"gpu_ids": "3", "num_processes": 1}, "gpu_ids: ... take single_device.yaml"),
+    ("ddp", {"gpu_ids": "0,b"}, "gpu_ids: found 'b'; write all, or each GPU's number once, such as '0,1'"),
+    ("ddp", {"gpu_ids": "1,1"}, "gpu_ids: found '1'; write all, or each GPU's number once, such as '0,1'"),
+    (FSDP2, {"parallelism_config": None}, "parallelism_config: has no value; expected indented lines of `key: value`"),
     (
         FSDP2,
         {"fsdp_activation_checkpointing_offload": True},
@@ -440,10 +444,25 @@ def test_all_problems_are_reported_in_the_order_of_the_file(tmp_path: Path) -> N
     assert "given twice, first in line 5" in problems[0]
 
 
+def test_numbers_with_a_colon(tmp_path: Path) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_text("distributed_type: MULTI_GPU\nnum_processes: 1:30\n")
+    assert check_config(path) == [
+        f"{path}:2: num_processes: found 1:30, a number to the base of 60 in YAML; write it without a colon."
+    ]
+
+
+def test_what_the_file_has_wrong_is_the_file_s_also_beside_a_flag(write: Callable[..., Path]) -> None:
+    (problem,) = check_config(write("ddp", {"num_processes": "2"}), {"num_processes": 4})
+    assert ": num_processes: found the text '2'; write 2 without quotes" in problem
+
+
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (b"a: 1\nb: [\n", r"bad.yaml:3: not readable as YAML: .*; repair"),
+        (b"a: 1\nb: @\n", r"bad.yaml:2: not readable as YAML: .*; repair"),
+        (b"a: 1\nb: 'x\nc: 1\nd: 2\n", r"bad.yaml:2: not readable as YAML: while scanning a quoted scalar: .*; repair"),
+        (b"a: 1\nb: [x\nc: 1\n", r"bad.yaml:2: not readable as YAML: while parsing a flow sequence: .*; repair"),
         (b"a: 1\nb: \xe9\n", "bad.yaml:2: not UTF-8 text"),
         (b"a: !!int x\n", "not a readable YAML file: invalid literal"),
         (b"[" * 5000, "not a readable YAML file: maximum recursion"),
@@ -574,7 +593,7 @@ def test_wrapping_is_checked_on_the_model(
     model: str, settings: dict[str, Any], said: list[str], write: Callable[..., Path]
 ) -> None:
     path = write("fsdp_full_shard", settings)
-    problems = accelerate_config.check_model(path, on_meta(model))
+    problems = accelerate_config.check_model(LaunchConfig(path), on_meta(model))
     assert len(problems) == len(said)
     for problem, text in zip(problems, said, strict=True):
         place, key, _ = problem.split(": ", 2)
@@ -586,9 +605,9 @@ def test_wrapping_is_checked_on_the_model(
 def test_a_model_without_a_block_class_of_its_own() -> None:
     model = on_meta("llama")
     model._no_split_modules = None
-    (problem,) = accelerate_config.check_model(CONFIGS / "fsdp_full_shard.yaml", model)
+    (problem,) = accelerate_config.check_model(LaunchConfig(CONFIGS / "fsdp_full_shard.yaml"), model)
     assert "itself names no block class" in problem and "LlamaDecoderLayer" in problem
-    assert accelerate_config.check_model(CONFIGS / "ddp.yaml", model) == []
+    assert accelerate_config.check_model(LaunchConfig(CONFIGS / "ddp.yaml"), model) == []
 
 
 # The file of the present run.
@@ -622,14 +641,14 @@ def test_the_launcher_s_flags_are_read(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.chdir(tmp_path)
     arguments = ["--config_file=sub/x.yaml", "--num-processes", "3", "--mixed_precision", "no", "r.py", "--seed", "1"]
     launcher = accelerate_config._parse_launcher(arguments, tmp_path)
-    assert launcher.config_file == Path("sub/x.yaml")
+    assert launcher.path == Path("sub/x.yaml")
     assert launcher.flags == {"num_processes": 3, "mixed_precision": "no"}
-    assert accelerate_config._parse_launcher(arguments, Path("/elsewhere")).config_file == Path("/elsewhere/sub/x.yaml")
+    assert accelerate_config._parse_launcher(arguments, Path("/elsewhere")).path == Path("/elsewhere/sub/x.yaml")
     default = tmp_path / "default_config.yaml"
     monkeypatch.setattr("accelerate.commands.config.default_config_file", str(default))
-    assert accelerate_config._parse_launcher(["r.py"], tmp_path).config_file is None
+    assert accelerate_config._parse_launcher(["r.py"], tmp_path).path is None
     default.write_text("distributed_type: 'NO'\n")
-    assert accelerate_config._parse_launcher(["r.py"], tmp_path).config_file == default
+    assert accelerate_config._parse_launcher(["r.py"], tmp_path).path == default
 
 
 @pytest.fixture
@@ -654,7 +673,7 @@ def test_under_torchrun_the_environment_names_the_file(from_flag: bool, torchrun
     if not from_flag:
         os.environ["ACCELERATE_CONFIG_FILE"] = before["ACCELERATE_CONFIG_FILE"] = str(path)
         assert accelerate_config.find_launch_config() == path
-    assert accelerate_config.check_launch(str(path) if from_flag else None) == path
+    assert accelerate_config.check_launch(str(path) if from_flag else None).path == path
     assert os.environ == before | expected  # ranks, counts and the address are as before
     assert os.environ["FSDP_SHARDING_STRATEGY"] == "SHARD_GRAD_OP"
 
@@ -664,14 +683,14 @@ def test_what_a_launcher_has_set_is_not_set_again(torchrun: pytest.MonkeyPatch) 
     os.environ.update({"ACCELERATE_CONFIG_FILE": str(path), "ACCELERATE_DYNAMO_MODE": "default"})
     os.environ["ACCELERATE_MIXED_PRECISION"] = "no"  # its flag overrode the file
     before = dict(os.environ)
-    assert accelerate_config.check_launch() == path
+    assert accelerate_config.check_launch().path == path
     assert os.environ == before
 
 
 def test_the_file_s_machine_rank_is_its_launcher_s(write: Callable[..., Path], torchrun: pytest.MonkeyPatch) -> None:
     path = write("ddp", {"machine_rank": 1})
-    assert accelerate_config.check_launch(str(path)) == path  # torchrun has its own
-    torchrun.setattr(accelerate_config, "_find_launcher", lambda: accelerate_config._Launcher(path, {}))
+    assert accelerate_config.check_launch(str(path)).path == path  # torchrun has its own
+    torchrun.setattr(accelerate_config, "_find_launcher", lambda: LaunchConfig(path, {}))
     with pytest.raises(UserError, match="machine_rank: found 1; expected 0 to 0"):
         accelerate_config.check_launch()
 
@@ -704,7 +723,7 @@ def test_the_run_is_refused_when_file_and_processes_disagree(
     if base:
         os.environ["ACCELERATE_CONFIG_FILE"] = str(CONFIGS / f"{base}.yaml")
     if said is None:
-        assert accelerate_config.check_launch() == (CONFIGS / f"{base}.yaml" if base else None)
+        assert accelerate_config.check_launch().path == (CONFIGS / f"{base}.yaml" if base else None)
     else:
         with pytest.raises(UserError, match=said):
             accelerate_config.check_launch()
@@ -720,7 +739,7 @@ def test_the_run_names_all_problems_at_once(write: Callable[..., Path], torchrun
 def test_the_file_is_named_in_one_place(monkeypatch: pytest.MonkeyPatch) -> None:
     path = CONFIGS / "ddp.yaml"
     for config_file, in_environment, from_flag in ((path, False, True), (None, True, False)):
-        launcher = accelerate_config._Launcher(config_file, {})
+        launcher = LaunchConfig(config_file, {})
         monkeypatch.setattr(accelerate_config, "_find_launcher", lambda launcher=launcher: launcher)
         if in_environment:
             monkeypatch.setenv("ACCELERATE_CONFIG_FILE", str(path))

@@ -238,17 +238,17 @@ def test_accelerate_sees_other_processes(launched: int, seen: int) -> None:
 def test_fsdp1_offload_must_not_accumulate() -> None:
     args = TrainArguments(total_batch_size=16, per_device_train_batch_size=2)
     with pytest.raises(UserError, match=r"last micro-batch only, .* has 4; .*--per_device_train_batch_size 8\."):
-        launch._check_fsdp1_offload(args, num_processes=2, on_cpu=False)
-    launch._check_fsdp1_offload(args, num_processes=8, on_cpu=False)
+        launch._check_fsdp1_offload("fsdp_offload_params", args, num_processes=2, on_cpu=False)
+    launch._check_fsdp1_offload("fsdp_offload_params", args, num_processes=8, on_cpu=False)
     with pytest.raises(UserError, match="cannot be rehearsed on the CPU"):
-        launch._check_fsdp1_offload(args, num_processes=8, on_cpu=True)
+        launch._check_fsdp1_offload("fsdp_offload_params", args, num_processes=8, on_cpu=True)
 
 
 def test_float64_with_mixed_precision(forked: ForkedParent, tmp_path: Path) -> None:
     flags = ("--mixed_precision", "bf16")
     result = start(forked, "accelerator", tmp_path / "run", "--param_dtype=float64", launcher_flags=flags)
     assert result.exit_code == EXIT_USER_ERROR
-    assert result.output.startswith("error: --param_dtype float64 contradicts mixed_precision bf16")
+    assert "ddp.yaml:8: mixed_precision: bf16 contradicts --param_dtype float64" in result.output
     assert "--mixed_precision no" in result.output and not (tmp_path / "run").exists()
 
 
@@ -278,14 +278,14 @@ def test_bf16_must_be_native(monkeypatch: pytest.MonkeyPatch) -> None:
     device(has_bf16=False, nccl=(2, 27, 3))
     for asked, precision in ((args, "bf16"), (TrainArguments(param_dtype="bf16"), "no")):
         with pytest.raises(UserError, match=r"Tesla T4 \(compute capability 7\.5\) has no native bf16; .*precision no"):
-            launch._check_precision(asked, precision, on_cpu=False)
-    launch._check_precision(args, "no", on_cpu=False)
-    launch._check_precision(args, "bf16", on_cpu=True)
+            launch._check_precision(asked, "mixed_precision", precision, on_cpu=False)
+    launch._check_precision(args, "mixed_precision", "no", on_cpu=False)
+    launch._check_precision(args, "mixed_precision", "bf16", on_cpu=True)
     device(has_bf16=True, nccl=(2, 9, 8))
     with pytest.raises(UserError, match="NCCL"):
-        launch._check_precision(args, "bf16", on_cpu=False)
+        launch._check_precision(args, "mixed_precision", "bf16", on_cpu=False)
     device(has_bf16=True, nccl=(2, 10, 3))
-    launch._check_precision(args, "bf16", on_cpu=False)
+    launch._check_precision(args, "mixed_precision", "bf16", on_cpu=False)
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,7 @@ def model_settings(args: argparse.Namespace) -> dict[str, Any]:
     if preset is None:
         return {}
     content = yaml.safe_load(find(preset, PRESETS, "--config").read_text(encoding="utf-8")) or {}
-    names = ("model_name_or_path", "model_config_path", "config_overrides")
+    names = ("model_name_or_path", "model_config_path", "config_overrides", "attn_implementation")
     return {name: content[name] for name in names if name in content}
 
 
@@ -107,7 +107,9 @@ def main(argv: list[str] | None = None) -> int:
         if not problems:
             config = accelerate_config.read_config(path)
             if model is not None:
-                problems = accelerate_config.check_model(path, model, recipe_without_slices)
+                problems = accelerate_config.check_model(
+                    accelerate_config.LaunchConfig(path, flags), model, recipe_without_slices
+                )
         if problems:
             exit_code = EXIT_USAGE
             print("\n".join(problems), file=sys.stderr)

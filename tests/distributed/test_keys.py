@@ -219,7 +219,7 @@ def main() -> None:
     vars(sharding)["fully_shard"] = watch_fully_shard
     sharding.FSDP1.__init__ = watch_fsdp1  # type: ignore[method-assign]
     # This machine computes in any precision, however slowly.
-    vars(launch).update(_cpu_computes=lambda precision: True, _check_fp8=lambda on_cpu: None)
+    vars(launch).update(_cpu_computes=lambda precision: True, _check_fp8=lambda *_: None)
     accelerate.utils.launch.is_fp8_available = lambda: True
     sys.modules["torchao"] = sys.modules["torchao.float8"] = fake_torchao()
     rank = os.environ["RANK"]
@@ -384,7 +384,7 @@ EDITS = [
     flag(FSDP2, "fp8_recipe", "rowwise", "refused", None, "needs mixed_precision: fp8"),
     flag(FP8, "fp8_recipe", "rowwise", "refused", None, "fp8_enable_fsdp_float8_all_gather: false"),
     flag(FSDP2, "recompute_matmuls", 2, "refused", None, "needs fsdp_activation_checkpointing: true in the YAML"),
-    flag(FSDP2, "param_dtype", "float64", "refused", None, "contradicts mixed_precision bf16"),
+    flag(FSDP2, "param_dtype", "float64", "refused", None, ": mixed_precision: bf16 contradicts"),
     flag(FSDP2, "param_dtype", "bfloat16", "refused", None, "needs float32 parameters", {"mixed_precision": "fp16"}),
 ]  # fmt: skip
 
