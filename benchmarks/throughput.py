@@ -11,7 +11,9 @@ not run has the last line of its error in the table, and FOLDER/NAME.log.
 import argparse
 import json
 import os
+import shlex
 import shutil
+import socket
 import statistics
 import subprocess
 import sys
@@ -34,6 +36,7 @@ def main() -> None:
     parser.add_argument("--num_processes", type=int, default=4)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--output", required=True, type=Path)
+    parser.add_argument("--share_gpu", action="store_true", help="all processes on one GPU, for losses and memory")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds for one run")
     split = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     args, flags = parser.parse_args(sys.argv[1:split]), sys.argv[split + 1 :]
@@ -41,7 +44,9 @@ def main() -> None:
     print(HEADER, flush=True)
     for name in args.configs:
         path = CONFIGS / f"{name}.yaml" if (CONFIGS / f"{name}.yaml").exists() else Path(name)
-        lines = run_recipe(args.recipe, path, args.num_processes, args.steps, args.output, flags, args.timeout)
+        lines = run_recipe(
+            args.recipe, path, args.num_processes, args.steps, args.output, flags, args.timeout, args.share_gpu
+        )
         print(row(path.stem, lines), flush=True)
 
 
@@ -79,6 +84,7 @@ def run_recipe(
     output: Path,
     flags: Sequence[str],
     timeout: float = 600.0,
+    share_gpu: bool = False,
 ) -> "list[dict[str, float]] | str":
     """Lines of metrics.jsonl of the first `steps` steps, or the last line of the error."""
     folder = output / config.stem
@@ -91,7 +97,30 @@ def run_recipe(
         "max_eval_samples": 1,
     }  # fmt: skip
     command += [f"recipes/{recipe}.py", *(f"--{name}={value}" for name, value in own.items()), *flags]
-    return run_until(command, folder / "metrics.jsonl", steps, output / f"{config.stem}.log", timeout)
+    env = {}
+    if share_gpu and num_processes > 1:
+        command, env = as_machines(command, num_processes), {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
+    return run_until(command, folder / "metrics.jsonl", steps, output / f"{config.stem}.log", timeout, env)
+
+
+def as_machines(command: Sequence[str], num_processes: int) -> list[str]:
+    """The launcher's command as one command of so many launchers, each for one process."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    together = [
+        "--num_machines",
+        str(num_processes),
+        "--main_process_ip",
+        "127.0.0.1",
+        "--main_process_port",
+        str(port),
+    ]
+    launchers = [
+        shlex.join([*command[:2], *together, "--machine_rank", str(rank), *command[2:]]) + " &"
+        for rank in range(num_processes)
+    ]
+    return ["bash", "-c", "\n".join([*launchers, "wait"])]
 
 
 def run_until(
