@@ -10,6 +10,7 @@ import functools
 import itertools
 import json
 import os
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -473,6 +474,8 @@ def test_an_edit_is_seen_in_the_run(edit: Edit, runs: Runs) -> None:
         if edit.seen == "refused":
             assert "refused" not in before and edit.after in after["refused"], after
             assert "\n" not in after["refused"]
+            if not edit.flags:
+                assert re.search(rf"\.yaml:\d+: {next(iter(edit.keys))}: ", after["refused"]), after
         else:
             assert "refused" not in after, after
             assert (before.get(edit.seen), after.get(edit.seen)) == (edit.before, edit.after), (before, after)
