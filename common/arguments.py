@@ -203,6 +203,32 @@ class TrainArguments(
     slices_sequences: ClassVar[bool] = False
     """The recipe's batches and metrics may be cut along the sequence (context parallelism)."""
 
+    def acting(self) -> dict[tuple[str, str], bool]:
+        """(flag, another setting that it waits for): whether it has an effect. Recipes add theirs."""
+        is_adamw, reports_to_wandb = self.optim == "adamw", "wandb" in tracker_names(self.report_to)
+        evaluates = self.eval_strategy != "no" or self.eval_on_start or self.max_steps == 0
+        saves = self.save_strategy != "no"
+        return {
+            ("eval_steps", "eval_strategy"): self.eval_strategy == "steps",
+            ("evals_per_epoch", "eval_strategy"): self.eval_strategy == "epoch",
+            ("max_eval_batches", "eval_strategy"): evaluates,
+            ("metric_for_best_model", "eval_strategy"): evaluates,
+            ("save_steps", "save_strategy"): self.save_strategy == "steps",
+            ("async_save", "save_strategy"): saves,
+            ("save_only_model", "save_strategy"): saves,
+            ("spike_action", "spike_factor"): self.spike_factor is not None,
+            ("allow_changed", "resume_from_checkpoint"): self.resume_from_checkpoint is not None,
+            # 0 may be put after a run's own flags, to evaluate it.
+            ("num_train_epochs", "max_steps"): self.max_steps <= 0,
+            ("lr_gamma", "lr_scheduler_type"): self.lr_scheduler_type == "step",
+            ("min_learning_rate", "lr_scheduler_type"): self.lr_scheduler_type != "constant",
+            ("adam_beta1", "optim"): is_adamw,
+            ("adam_beta2", "optim"): is_adamw,
+            ("adam_epsilon", "optim"): is_adamw,
+            ("wandb_project", "report_to"): reports_to_wandb,
+            ("wandb_entity", "report_to"): reports_to_wandb,
+        }
+
     def __post_init__(self) -> None:
         self.preset: str | None = None  # path of the preset in effect, and why; parse_args sets both
         self.preset_reason = ""
@@ -364,28 +390,8 @@ def _refuse_idle(args: TrainArguments, given: set[str]) -> None:
 
     A preset may hold what waits for another choice, and a flag may bring back the default.
     """
-    is_adamw, reports_to_wandb = args.optim == "adamw", "wandb" in tracker_names(args.report_to)
-    evaluates = args.eval_strategy != "no" or args.eval_on_start or args.max_steps == 0
-    acts = {
-        ("eval_steps", "eval_strategy"): args.eval_strategy == "steps",
-        ("evals_per_epoch", "eval_strategy"): args.eval_strategy == "epoch",
-        ("max_eval_batches", "eval_strategy"): evaluates,
-        ("metric_for_best_model", "eval_strategy"): evaluates,
-        ("save_steps", "save_strategy"): args.save_strategy == "steps",
-        ("async_save", "save_strategy"): args.save_strategy != "no",
-        ("save_only_model", "save_strategy"): args.save_strategy != "no",
-        ("allow_changed", "resume_from_checkpoint"): args.resume_from_checkpoint is not None,
-        ("num_train_epochs", "max_steps"): args.max_steps <= 0,  # 0 may be put after a run's own flags, to evaluate it
-        ("lr_gamma", "lr_scheduler_type"): args.lr_scheduler_type == "step",
-        ("min_learning_rate", "lr_scheduler_type"): args.lr_scheduler_type != "constant",
-        ("adam_beta1", "optim"): is_adamw,
-        ("adam_beta2", "optim"): is_adamw,
-        ("adam_epsilon", "optim"): is_adamw,
-        ("wandb_project", "report_to"): reports_to_wandb,
-        ("wandb_entity", "report_to"): reports_to_wandb,
-    }
     defaults = {item.name: item.default for item in dataclasses.fields(args)}
-    for (name, other), is_acting in acts.items():
+    for (name, other), is_acting in args.acting().items():
         value, setting = getattr(args, name), getattr(args, other)
         if name in given and value != defaults[name] and not is_acting:
             where = f"without --{other}" if setting is None else f"with --{other} {setting}"

@@ -96,7 +96,7 @@ _OF_ROWS = (
     "validation", "max_games",
 )  # fmt: skip
 _FLAGS_OF = {
-    "data": (*_OF_ROWS, "train", "max_train"),
+    "data": (*_OF_ROWS, "train", "max_train", "streaming", "shuffle"),
     "evaluation_data": (
         *_OF_ROWS, "forgetting", "max_eval", "per_device_eval", "rouge", "legal", "num_beams", "max_new",
     ),
@@ -166,6 +166,13 @@ def step_folders(parent: Path) -> list[Path]:
 
 def _entries(parent: Path) -> list[Path]:
     return [path for path in parent.iterdir() if path.is_dir()] if parent.is_dir() else []
+
+
+def _has_optimizer(folder: Path) -> bool:
+    try:
+        return bool(read_checkpoint(folder).manifest["has_optimizer"])
+    except (Incomplete, UserError, OSError):
+        return False
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
@@ -580,9 +587,11 @@ class Checkpoints:
             checkpoint, reason = self._check(folder)
             if checkpoint is not None:
                 if not checkpoint.manifest["has_optimizer"] and not self._only_evaluates:
+                    others = [other for other in folders if other != folder and _has_optimizer(other)]
                     raise UserError(
                         f"{folder} was saved with --save_only_model: without the optimizer's state a run cannot go on "
-                        "from it. Export it with tools/export.py, and train from that with --model_name_or_path."
+                        "from it. Export it with tools/export.py, and train from that with --model_name_or_path"
+                        + (f", or go back: --resume_from_checkpoint {others[0]}." if others else ".")
                     )
                 return checkpoint
             skipped.append(f"{folder}: {reason}")

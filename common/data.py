@@ -14,7 +14,7 @@ import math
 import re
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -734,7 +734,7 @@ class MixtureSampler(Sampler):
         self.orders, self.starts = orders, starts
         self.batch_size, self.num_examples = batch_size, num_examples
         shares = np.cumsum(weights)[:-1] / sum(weights)
-        self._bounds = np.array([int(share * 2**64) for share in shares], dtype=np.uint64)
+        self._bounds = np.array([min(int(share * 2**64), 2**64 - 1) for share in shares], dtype=np.uint64)
         self._first = np.random.default_rng([seed, 2]).integers(2**64, dtype=np.uint64)
         self._counted = (0, np.zeros(len(orders), dtype=np.int64))
 
@@ -864,7 +864,15 @@ def _load(dataset: Dataset, batches: Any, collate_fn: Collator, num_workers: int
         pin_memory=pin_memory,
         generator=torch.Generator(),  # its own: the default draws a seed for the workers from the global one
     )
-    return iter(loader)
+    return _with_own_errors(loader) if num_workers else iter(loader)
+
+
+def _with_own_errors(batches: Iterable[Batch]) -> Iterator[Batch]:
+    """The batches; torch puts a worker's traceback into the text of its error, and `UserError` is to be one line."""
+    try:
+        yield from batches
+    except UserError as error:
+        raise UserError(str(error).rpartition("UserError: ")[2].strip()) from error
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Evaluation over a whole dataset under any strategy: exact sums over tokens, and generated texts in dataset order."""
 
 import copy
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -60,6 +61,15 @@ def evaluation_batches(
     )
 
 
+def has_float64(device: torch.device) -> bool:
+    return device.type != "mps"
+
+
+def perplexity(loss: float) -> float:
+    """exp of a mean loss per token; infinite where that is too large a number."""
+    return math.exp(loss) if loss < 700 else math.inf
+
+
 def sum_over_dataset(
     accelerator: Accelerator, model: nn.Module, batches: Iterable[EvalBatch], statistics: Statistics
 ) -> dict[str, float]:
@@ -70,19 +80,20 @@ def sum_over_dataset(
     dropped. Sums are kept in float64 on the device and come to the host once, at the end. The result also has
     `examples`, the number of examples that were counted.
     """
+    device = accelerator.device if has_float64(accelerator.device) else torch.device("cpu")
     totals: dict[str, torch.Tensor] = {}
     num_examples = 0
     with _evaluation_mode(model):
         for item in _progress(accelerator, batches, "evaluating"):
             sums = statistics(model, _to_device(item.batch, accelerator))
             for name, value in sums.items():
-                total = totals.setdefault(name, torch.zeros((), dtype=torch.float64, device=accelerator.device))
+                total = totals.setdefault(name, torch.zeros((), dtype=torch.float64, device=device))
                 if not item.is_padding:
-                    total += value
+                    total += value.to(device)
             num_examples += 0 if item.is_padding else len(item.indices)
     assert totals, "evaluation needs at least one batch on each process"
     names = sorted(totals)
-    count = torch.tensor(num_examples, dtype=torch.float64, device=accelerator.device)
+    count = torch.tensor(num_examples, dtype=torch.float64, device=device)
     sums_of_all = accelerator.reduce(torch.stack([*(totals[name] for name in names), count]), reduction="sum")
     result = dict(zip([*names, "examples"], sums_of_all.tolist(), strict=True))
     result["examples"] /= context_size(accelerator)  # each process of a group has counted the same

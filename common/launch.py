@@ -484,6 +484,13 @@ def _check_folder(args: TrainArguments, folder: Path) -> None:
             f"--output_dir {folder} holds another run ({', '.join(found)}): choose another folder, go on with "
             "--resume_from_checkpoint latest, or start afresh with --overwrite_output_dir."
         )
+    resumed = args.resume_from_checkpoint
+    is_elsewhere = resumed not in (None, "latest") and args.max_steps != 0 and not _is_inside(str(resumed), folder)
+    if found and is_elsewhere and _resumed_from(folder) != resumed:
+        raise UserError(
+            f"--output_dir {folder} holds another run ({', '.join(found)}) than {resumed} is of: choose another "
+            "folder, or go on with the run that is there, --resume_from_checkpoint latest."
+        )
     if "model" in found and args.resume_from_checkpoint == "latest" and "checkpoints" not in found:
         raise UserError(
             f"--resume_from_checkpoint latest: {folder} holds a finished run without checkpoints; train from its "
@@ -497,6 +504,14 @@ def _check_folder(args: TrainArguments, folder: Path) -> None:
                     f"--overwrite_output_dir would remove {folder / inside[0]}, which --{name} {value} needs: choose "
                     "another --output_dir."
                 )
+
+
+def _resumed_from(folder: Path) -> str | None:
+    """The checkpoint that the run of this folder was told to go on from."""
+    try:
+        return yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))["resume_from_checkpoint"]
+    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
+        return None
 
 
 def _is_inside(text: str, folder: Path) -> bool:

@@ -23,7 +23,7 @@ from common.arguments import BatchPlan, TrainArguments
 from common.checkpoint import Checkpoints, set_aside
 from common.context_parallel import data_parallel, sliced
 from common.data import Batch, Collator, Sampler, train_batches
-from common.evaluation import bar_is_disabled, polling
+from common.evaluation import bar_is_disabled, has_float64, polling
 from common.files import write_text
 from common.guards import SpikeGuard
 from common.launch import RunFailed, Stopped, claim_output_dir
@@ -34,7 +34,9 @@ from common.sharding import clip_grad_norm_, gradient_sync
 from common.stopping import StopRequest
 from common.tracking import RunLog, format_metrics
 
-LOWER_IS_BETTER = ("loss", "perplexity", "bits_per_byte", "forgetting")
+LOWER_IS_BETTER = (
+    "loss", "perplexity", "bits_per_byte", "forgetting", "illegal_move_rate", "unparsable_move_rate", "illegal_games",
+)  # fmt: skip
 HIGHER_IS_BETTER = ("accuracy", "rate", "rouge", "score")
 NUM_IDLE_STEPS = 5
 """So many steps with a gradient of exactly 0 end a run: nothing is learned."""
@@ -130,6 +132,8 @@ def train_step(
         loss_scale.update(not is_skipped)
     if not is_skipped:
         optimizer.step()
+    for name in ("grad_scale", "found_inf"):  # of this step: the next one may be the checkpoint's, of rate 0
+        vars(optimizer).pop(name, None)
     # DDP's gradients are views of its buckets: without them the next micro-batch would get others, beside the buckets.
     optimizer.zero_grad(set_to_none=not isinstance(model, DistributedDataParallel))
     return StepResult(loss_sum / num_targets.clamp(min=1), grad_norm, num_tokens, votes_on_host, is_skipped)
@@ -229,9 +233,14 @@ def train(
         if accelerator.is_main_process:
             bar.write(line)
 
+    def fail(reason: str) -> NoReturn:
+        """On all processes, which see the same numbers; a checkpoint that is being written is kept."""
+        checkpoints.finish()
+        raise RunFailed(f"{reason} {checkpoints.last_complete().capitalize()}.")
+
     def check_finite(value: float, step: int) -> None:
         if not math.isfinite(value):
-            raise RunFailed(f"{_not_finite(value, step, sampler)} {checkpoints.last_complete().capitalize()}.")
+            fail(_not_finite(value, step, sampler))
 
     num_idle_steps = 0
 
@@ -240,12 +249,12 @@ def train(
         check_finite(norm, step)
         num_idle_steps = num_idle_steps + 1 if norm == 0 else 0
         if num_idle_steps == NUM_IDLE_STEPS:
-            raise RunFailed(_no_gradient(step, sampler))
+            fail(_no_gradient(step, sampler))
         if guard is None or unchecked_loss is None or (spike := guard.check(unchecked_loss.get(), norm)) is None:
             return
         message = f"step {step}: {spike}; its batch has {', '.join(sampler.names(step - 1))}"
         if args.spike_action == "stop":
-            raise RunFailed(f"{message}. {checkpoints.last_complete().capitalize()}.")
+            fail(f"{message}.")
         say(f"warning: {message}")
 
     def evaluate_or_stop(stop: StopRequest) -> None:
@@ -307,6 +316,7 @@ def train(
             "go on with --resume_from_checkpoint latest"
         )
 
+    throughput.start_window()  # what was loaded until here is no training
     with StopRequest(args.max_run_seconds) as stop:
         if progress.is_evaluation_due or (args.eval_on_start and saved is None):
             evaluate_or_stop(stop)
@@ -471,9 +481,10 @@ def _is_better(name: str, metrics: dict[str, float], progress: Progress) -> bool
     if name not in metrics:
         return False
     value, best = metrics[name], progress.best_metric
-    # The last word that is known: before it stands the name of a set, which may be any.
-    lower, higher = (max(name.rfind(word) for word in words) for words in (LOWER_IS_BETTER, HIGHER_IS_BETTER))
-    lower_is_better = lower > higher
+    # The last word that is known, the longest there: before it stands the name of a set, which may be any.
+    known = [word for word in (*LOWER_IS_BETTER, *HIGHER_IS_BETTER) if word in name]
+    last = max(known, key=lambda word: (name.rfind(word) + len(word), len(word)), default=None)
+    lower_is_better = last in LOWER_IS_BETTER
     is_better = not math.isnan(value) and (best is None or (value < best if lower_is_better else value > best))
     if is_better:
         progress.best_metric, progress.best_step = value, progress.step
@@ -509,7 +520,7 @@ class _Window:
         self.accelerator = accelerator
         self.num_steps = 0
         self.loss = torch.zeros(
-            (), device=accelerator.device, dtype=torch.float64 if _has_float64(accelerator) else None
+            (), device=accelerator.device, dtype=torch.float64 if has_float64(accelerator.device) else None
         )
         self.num_tokens = torch.zeros((), device=accelerator.device, dtype=torch.int64)
 
@@ -552,10 +563,6 @@ def _sum_over_processes(accelerator: Accelerator, value: torch.Tensor) -> torch.
     if accelerator.num_processes > 1:
         dist.all_reduce(total)
     return total
-
-
-def _has_float64(accelerator: Accelerator) -> bool:
-    return accelerator.device.type != "mps"
 
 
 class _EpochLine:

@@ -79,7 +79,9 @@ class ModelFlops:
 
     where N is the number of parameters without embedding tables (a table that is also the output head counts once):
     2 operations a parameter forward and 4 backward; attention's two products likewise, without a discount for the
-    causal mask. This is torchtitan's convention. Recomputed activations and padding are not counted: MFU says how much
+    causal mask. This is torchtitan's convention. Nor is there one for documents in a row that do not see each other:
+    where many short ones share a row (document masking, packing) and FlexAttention leaves their pairs out, MFU is above
+    what the device does. Recomputed activations and padding are not counted: MFU says how much
     of the device goes into the model.
 
     An encoder-decoder model with s source and t target tokens needs, with A = layers * heads * head_dim of each side,
@@ -139,14 +141,14 @@ class Throughput:
     """Averages over the optimizer steps since the last report.
 
     Costs nothing on the device between reports: times are taken on the host, and only `report` and `paused` wait for
-    the device. The clock starts when the object is made.
+    the device. The clock starts when the object is made, and again with `start_window`.
     """
 
     def __init__(self, device: torch.device, flops: ModelFlops | None, peak_flops: float | None) -> None:
         self.device = device
         self.flops = flops
         self.peak_flops = peak_flops
-        self._start_window()
+        self.start_window()
 
     def add_step(self, micro_batches: Sequence[Mapping[str, torch.Tensor]], data_wait_seconds: float) -> None:
         """Count an optimizer step: this process's micro-batches, on the CPU, and how long the loop waited for them."""
@@ -197,10 +199,11 @@ class Throughput:
             metrics["mfu"] = flops / seconds / self.peak_flops
         if self.device.type == "cuda":
             metrics["peak_memory_gib"], metrics["peak_reserved_gib"] = (n / 2**30 for n in peak_bytes)
-        self._start_window()
+        self.start_window()
         return metrics
 
-    def _start_window(self) -> None:
+    def start_window(self) -> None:
+        """Forget what was counted since the last report, and begin now."""
         self._num_steps = self._num_tokens = self._num_flops = 0
         self._seconds = self._data_wait_seconds = 0.0
         self._peak_bytes = [0, 0]

@@ -99,7 +99,8 @@ class _SumOverProcesses(TorchFunctionMode):
 def learning_rate(args: OptimizerArguments, step: int, num_steps: int, steps_per_epoch: float) -> float:
     """Learning rate of optimizer step `step` (from 0) of `num_steps`.
 
-    Warm-up is linear and never 0; linear and cosine decay end at exactly min_learning_rate in the last step.
+    Warm-up is linear and never 0; linear and cosine decay end at exactly min_learning_rate in the last step, if warm-up
+    leaves them two.
     """
     warmup = round(args.warmup_steps * num_steps) if args.warmup_steps < 1 else round(args.warmup_steps)
     if step < warmup:

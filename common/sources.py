@@ -304,6 +304,8 @@ class TokenStream:
         self._length = max_seq_length
         self._document_masking = document_masking
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="stream")
+        self._num_kept = 2
+        self._pieces: Iterator[tuple[Piece, np.ndarray]] | None = None  # the thread's
         self.restore(asdict(StreamState()))
 
     def __len__(self) -> int:
@@ -312,12 +314,24 @@ class TokenStream:
     def __str__(self) -> str:
         return f"{self.name}: stream of {self.reader.description}"
 
+    @property
+    def contents(self) -> str:
+        """All that its sequences and their order follow from, besides the seed and the tokenizer."""
+        masking = " of documents that do not see each other" if self._document_masking else ""
+        return (
+            f"{self}, column {self.reader.text_column}, sequences of {self._length} tokens{masking}, shuffled by "
+            f"{self.window}"
+        )
+
+    def remember(self, num_sequences: int) -> None:
+        """Keep at least so many sequences that have been read, for their names."""
+        self._num_kept = 2 + num_sequences // self.window
+
     def restore(self, state: dict[str, Any]) -> None:
         """Go on from what `state` returned."""
         self._start = StreamState(**state)
-        self._windows: deque[_Window] = deque(maxlen=2)  # the one before, for its names
-        self._pieces: Iterator[tuple[Piece, np.ndarray]] | None = None
-        self._next: Future[_Window] = self._executor.submit(self._read_window, self._start)
+        self._windows: deque[_Window] = deque()
+        self._next: Future[_Window] = self._executor.submit(self._read_window, self._start, is_new=True)
 
     def state(self, index: int) -> dict[str, Any]:
         """From where sequence `index`, the next to be read, can be reached."""
@@ -333,12 +347,16 @@ class TokenStream:
         return None
 
     def __getitem__(self, index: int) -> Row:
+        if self._windows and index < self._windows[0].state.first:
+            self.restore(asdict(self._start))
         while not self._windows or index >= self._windows[-1].next_state.first:
             window = self._next.result()
             self._next = self._executor.submit(self._read_window, window.next_state)
             self._windows.append(window)
+            if len(self._windows) > self._num_kept:
+                self._windows.popleft()
         sequence = self._find(index)
-        assert sequence is not None, "a stream is read forward"
+        assert sequence is not None, "it is before the beginning"
         return make_example(sequence.tokens, None, self._encoder.eos_token_id, self._document_masking)
 
     def names(self, index: int) -> list[str]:
@@ -348,12 +366,12 @@ class TokenStream:
 
     # In the thread.
 
-    def _read_window(self, start: StreamState) -> _Window:
+    def _read_window(self, start: StreamState, is_new: bool = False) -> _Window:
         packer = Packer(self._length)
         if start.carry:
             packer.carry, packer.num_carried = [np.array(start.carry, dtype=np.int32)], len(start.carry)
             packer.documents = list(start.documents)
-        if self._pieces is None:
+        if is_new or self._pieces is None:
             self._positions: deque[Any] = deque()
             self._pieces = encoded(self._note_positions(start.position), self._encoder)
         document, position = start.document, start.position
@@ -432,7 +450,7 @@ def _(dataset: TokenRows, digest: xxhash.xxh3_64, number: int) -> None:
 
 @describe_contents.register
 def _(dataset: TokenStream, lengths: np.ndarray | None = None) -> str:
-    return str(dataset)
+    return dataset.contents
 
 
 @describe_contents.register
@@ -454,6 +472,9 @@ class SourceSampler(MixtureSampler):
         ]
         if num_examples is None:
             num_examples = max(1, round(len(mixture.sources[0]) * sum(mixture.weights) / mixture.weights[0]))
+        for source in mixture.sources:
+            if isinstance(source, TokenStream):
+                source.remember(batch_size)
         super().__init__(orders, mixture.starts, mixture.weights, batch_size, seed, num_examples)
 
     def names(self, step: int) -> list[str]:
@@ -471,18 +492,16 @@ class SourceSampler(MixtureSampler):
         counts = zip(self.mixture.sources, self.counts(step).tolist(), strict=True)
         return {f"num_sequences/{source.name}": count for source, count in counts}
 
-    def state(self, step: int) -> list[Any]:
-        """What has to be kept to go on with batch `step`: of each source, None for prepared ones."""
-        return [
-            source.state(count) if isinstance(source, TokenStream) else None
-            for source, count in zip(self.mixture.sources, self.counts(step).tolist(), strict=True)
-        ]
+    def state(self, step: int) -> dict[str, Any]:
+        """What has to be kept to go on with batch `step`: of each stream, by its name."""
+        counts = zip(self.mixture.sources, self.counts(step).tolist(), strict=True)
+        return {source.name: source.state(count) for source, count in counts if isinstance(source, TokenStream)}
 
-    def restore(self, state: list[Any]) -> None:
-        """Go on from what `state` returned."""
-        for source, own_state in zip(self.mixture.sources, state, strict=True):
-            if isinstance(source, TokenStream):
-                source.restore(own_state)
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from what `state` returned. A stream that was no part of it is read from its beginning."""
+        for source in self.mixture.sources:
+            if isinstance(source, TokenStream) and source.name in state:
+                source.restore(state[source.name])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -533,6 +552,8 @@ def list_sources(
         values = [float(word) for word in (weights or "1").split(",")]
     except ValueError:
         raise UserError(f"--source_weights {weights}: numbers with commas are expected.") from None
+    if weights is not None and len(found) == 1:
+        raise UserError(f"--source_weights {weights} does nothing with one source: drop it.")
     if len(values) != len(found) or not all(0 < value < math.inf for value in values):
         raise UserError(
             f"--source_weights {weights}: a number above 0 for each of the sources is expected, and there are "

@@ -63,7 +63,7 @@ def attention_forward(
     if HAS_DROPOUT:
         numbers = tl.load(seeds + pair * num_queries + rows, mask=is_row, other=0).to(tl.uint32)
     if HAS_BIAS:
-        bias += head * bias_head
+        bias += head.to(tl.int64) * bias_head
     if HAS_MASK:
         mask += batch * mask_batch
     largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -140,7 +140,7 @@ def attention_backward(
         v + batch * v_batch + head * v_head + columns[:, None] * v_row + dims[None, :], mask=is_key[:, None], other=0.0
     )
     if HAS_BIAS:
-        bias += head * bias_head
+        bias += head.to(tl.int64) * bias_head
     if HAS_MASK:
         mask += batch * mask_batch
     sum_k = tl.zeros([BLOCK_N, D], tl.float32)

@@ -10,7 +10,6 @@ are left out. --engine stockfish lets the model play against a UCI engine at eac
 """
 
 import functools
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -25,7 +24,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 from common import data
 from common.arguments import TrainArguments, UserError, arg, num_training_steps, parse_args, plan_batch
 from common.checkpoint import Checkpoints
-from common.evaluation import evaluation_batches, loss_and_accuracy, sum_over_dataset
+from common.evaluation import evaluation_batches, loss_and_accuracy, perplexity, sum_over_dataset
 from common.export import export_model
 from common.launch import banner, build_accelerator, compute_dtype, run
 from common.loop import train
@@ -70,6 +69,13 @@ class ChessArguments(TrainArguments):
     engine: str | None = arg(None, "UCI engine to play against at each evaluation: a path, or stockfish.")
     engine_games: int = arg(10, "Games against the engine.")
     engine_nodes: int = arg(1000, "Positions that the engine looks at for a move.")
+
+    def acting(self) -> dict[tuple[str, str], bool]:
+        return super().acting() | {
+            ("validation_size", "validation_file"): self.validation_file is None,
+            ("engine_games", "engine"): self.engine is not None,
+            ("engine_nodes", "engine"): self.engine is not None,
+        }
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -192,7 +198,7 @@ class Evaluation:
         args, accelerator, tokenizer = self.args, self.accelerator, self.tokenizer
         sums = sum_over_dataset(accelerator, model, self.batches, chess_model.move_statistics)
         metrics = loss_and_accuracy(sums)
-        metrics["eval_perplexity"] = math.exp(metrics["eval_loss"])
+        metrics["eval_perplexity"] = perplexity(metrics["eval_loss"])
         metrics |= chess_model.move_metrics(sums)
         if self.positions:
             metrics |= chess_model.legal_move_rates(

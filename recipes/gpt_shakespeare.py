@@ -25,7 +25,14 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase, PreTrain
 from common import data
 from common.arguments import TrainArguments, UserError, arg, num_training_steps, parse_args, plan_batch
 from common.checkpoint import Checkpoints
-from common.evaluation import continue_text, evaluation_batches, loss_and_accuracy, sum_over_dataset, token_statistics
+from common.evaluation import (
+    continue_text,
+    evaluation_batches,
+    loss_and_accuracy,
+    perplexity,
+    sum_over_dataset,
+    token_statistics,
+)
 from common.export import export_model
 from common.launch import banner, build_accelerator, compute_dtype, run
 from common.loop import train
@@ -133,7 +140,7 @@ def evaluate(
     """Loss over the whole validation text, per token and per byte, and token accuracy."""
     metrics = loss_and_accuracy(sum_over_dataset(accelerator, model, batches, token_statistics))
     loss = metrics["eval_loss"]
-    return metrics | {"eval_perplexity": math.exp(loss), "eval_bits_per_byte": loss / math.log(2) / bytes_per_token}
+    return metrics | {"eval_perplexity": perplexity(loss), "eval_bits_per_byte": loss / math.log(2) / bytes_per_token}
 
 
 def main() -> None:

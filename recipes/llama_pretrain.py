@@ -26,6 +26,7 @@ from common.evaluation import (
     continue_text,
     evaluation_batches,
     loss_and_accuracy,
+    perplexity,
     sum_over_dataset,
     token_statistics,
 )
@@ -84,6 +85,13 @@ class LlamaArguments(TrainArguments):
     shuffle_window: int = arg(1024, "Sequences that are shuffled at a time in a stream.")
     prompt: str | None = arg(None, "Text to go on from, greedily, at each evaluation.")
     max_new_tokens: int = arg(60, "Tokens that follow the prompt.")
+
+    def acting(self) -> dict[tuple[str, str], bool]:
+        return super().acting() | {
+            ("shuffle_window", "streaming"): self.streaming,
+            ("max_train_samples", "streaming"): not self.streaming,
+            ("validation_size", "validation_file"): self.validation_file is None or self.validation_size == 0,
+        }
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -171,7 +179,7 @@ class Evaluation:
         for name, (batches, targets_per_byte) in self.sets.items():
             sums = loss_and_accuracy(sum_over_dataset(self.accelerator, model, batches, token_statistics))
             loss = sums["eval_loss"]
-            sums |= {"eval_perplexity": math.exp(loss), "eval_bits_per_byte": loss / math.log(2) * targets_per_byte}
+            sums |= {"eval_perplexity": perplexity(loss), "eval_bits_per_byte": loss / math.log(2) * targets_per_byte}
             metrics |= {key.replace("eval_", f"eval_{name}", 1): value for key, value in sums.items()}
         for name, (batches, _) in self.sets.items():
             if name:

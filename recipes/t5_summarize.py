@@ -64,6 +64,11 @@ class T5Arguments(TrainArguments):
     max_new_tokens: int = arg(150, "Tokens of a generated summary.")
     rouge_samples: int | None = arg(None, "Summarize only so many validation examples; 0: no ROUGE (default: all).")
 
+    def acting(self) -> dict[tuple[str, str], bool]:
+        return super().acting() | {
+            ("validation_size", "validation_file"): self.validation_file is None,
+        }
+
     def __post_init__(self) -> None:
         super().__post_init__()
         least = {"num_beams": 1, "max_new_tokens": 1, "max_source_length": 2, "max_target_length": 2}

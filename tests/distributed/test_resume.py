@@ -281,19 +281,33 @@ def test_the_best_model_of_another_metric_or_folder(forked: ForkedParent, tmp_pa
     train(forked, tmp_path / "run", *options, "--max_steps=1", config="single_device")
     accuracy = "--metric_for_best_model=eval_token_accuracy"
     checkpoint = f"--resume_from_checkpoint={tmp_path}/run/checkpoints/step_00000001"
-    train(forked, tmp_path / "same_step", *options, "--max_steps=1", "--learning_rate=1", config="single_device")
     for folder, more, why in (
-        ("same_step", [], f"is not in {tmp_path}/same_step"),
         ("other", [], f"is not in {tmp_path}/other"),
         ("run", [accuracy], "was chosen by eval_loss"),
     ):
         result = train(forked, tmp_path / folder, *options, checkpoint, *more, "--max_steps=2", config="single_device")
         assert f"the best model so far, of step 1, {why}: choosing begins anew" in result.output
         assert re.search(r"step 2: eval_loss .* \| new best", result.output), result.output
-    assert [(tmp_path / folder / "best.superseded").is_dir() for folder in ("same_step", "run", "other")] == [1, 1, 0]
+    assert [(tmp_path / folder / "best.superseded").is_dir() for folder in ("run", "other")] == [1, 0]
     lines_before = lines(tmp_path / "run")
     train(forked, tmp_path / "run", "--resume_from_checkpoint=latest", "--max_steps=0", config="single_device")
     assert lines(tmp_path / "run") == lines_before
+
+
+def test_a_checkpoint_does_not_go_on_in_the_folder_of_another_run(forked: ForkedParent, tmp_path: Path) -> None:
+    for folder in ("run", "another"):
+        train(forked, tmp_path / folder, *saving(1), "--max_steps=2", config="single_device")
+    before = {path: path.read_bytes() for path in (tmp_path / "another").rglob("*") if path.is_file()}
+    checkpoint = f"--resume_from_checkpoint={tmp_path}/run/checkpoints/step_00000001"
+    result = train(
+        forked, tmp_path / "another", *saving(1), "--max_steps=3", checkpoint, config="single_device", exit_code=2
+    )
+    assert (
+        f"another holds another run (config.yaml, metrics.jsonl, checkpoints, model) than {tmp_path}" in result.output
+    )
+    assert {path: path.read_bytes() for path in (tmp_path / "another").rglob("*") if path.is_file()} == before
+    for _ in range(2):  # a command that was interrupted may be given again
+        train(forked, tmp_path / "new", *saving(1), "--max_steps=3", checkpoint, config="single_device")
 
 
 def test_metrics_of_a_course_that_was_given_up_are_cut(forked: ForkedParent, tmp_path: Path) -> None:
