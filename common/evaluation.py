@@ -67,7 +67,7 @@ def has_float64(device: torch.device) -> bool:
 
 def perplexity(loss: float) -> float:
     """exp of a mean loss per token; infinite where that is too large a number."""
-    return math.exp(loss) if loss < 700 else math.inf
+    return math.inf if loss > 700 else math.exp(loss)
 
 
 def sum_over_dataset(

@@ -230,6 +230,7 @@ IDLE = [
     ("--adam_epsilon=1e-6", "optim: adafactor", "--optim adafactor", "--optim=adamw"),
     ("--wandb_project=x", "", "--report_to none", "--report_to=wandb"),
     ("--wandb_entity=x", "", "--report_to none", "--report_to=wandb"),
+    ("--spike_action=stop", "", "without --spike_factor", "--spike_factor=3"),
 ]  # fmt: skip
 
 

@@ -655,6 +655,19 @@ def test_batches_leave_the_global_random_numbers_alone(num_workers: int) -> None
     assert before[1:] == after[1:]
 
 
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_an_error_of_the_data_is_one_line(num_workers: int) -> None:
+    def collate(rows: list[Any]) -> Any:
+        raise UserError("news: row 3 has no tokens; prepare it anew.")
+
+    batches = data.train_batches(
+        numbers(6), data.StepSampler(6, 4, 0), collate, start_step=0, num_steps=3, process_index=0, num_processes=1,
+        per_device_batch_size=2, num_workers=num_workers,
+    )  # fmt: skip
+    with pytest.raises(UserError, match=r"^news: row 3 has no tokens; prepare it anew\.$"):
+        list(batches)
+
+
 @pytest.mark.parametrize("num_rows", [1, 2, 3, 7, 11])
 @pytest.mark.parametrize("batch_size", [1, 2, 3, 4])
 def test_each_evaluation_example_comes_once(num_rows: int, batch_size: int) -> None:

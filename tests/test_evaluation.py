@@ -1,5 +1,6 @@
 import itertools
 import json
+import math
 import os
 import sys
 from pathlib import Path
@@ -31,6 +32,7 @@ from common.evaluation import (
     decode_texts,
     generate_texts,
     loss_and_accuracy,
+    perplexity,
     sum_over_dataset,
     token_statistics,
     token_sums,
@@ -229,6 +231,11 @@ def test_decode_without_special_tokens_and_label_padding() -> None:
     tokenizer = make_tokenizer()
     assert decode_texts(tokenizer, torch.tensor([[0, 5, 6, 1, -100], [-100, 1, 0, 0, 0]])) == ["w5 w6", ""]
     assert decode_texts(tokenizer, [[7, 1], [8, -100]]) == ["w7", "w8"]
+
+
+def test_perplexity_of_a_loss_that_is_too_large() -> None:
+    assert perplexity(math.log(50)) == pytest.approx(50) and perplexity(1e4) == math.inf
+    assert math.isnan(perplexity(math.nan))
 
 
 @pytest.mark.parametrize(("kind", "num_beams"), [("t5", 1), ("t5", 3), ("llama", 1)])

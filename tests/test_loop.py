@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.nn.parallel import DistributedDataParallel
 
 from common import loop
@@ -50,6 +51,12 @@ def test_evaluations_are_due_by_steps_and_by_parts_of_epochs() -> None:
         ("eval_loss_per_move_opening", 1.0, 2.0),
         ("eval_lossless_forgetting", -1.0, 2.0),
         ("eval_rougeLsum", 0.9, 0.1),
+        ("eval_illegal_move_rate", 0.1, 0.9),
+        ("eval_sampled_unparsable_move_rate_opening", 0.1, 0.9),
+        ("eval_legal_move_rate", 0.9, 0.1),
+        ("eval_engine_illegal_games", 1.0, 2.0),
+        ("eval_engine_score", 0.9, 0.1),
+        ("eval_illegal_games_token_accuracy", 0.9, 0.1),
     ],
 )
 def test_which_way_is_better(name: str, better: float, worse: float) -> None:
@@ -107,6 +114,15 @@ def test_a_step_that_is_left_out_changes_nothing(factor: float) -> None:
     assert torch.equal(model.weight, other.weight)
     step(model, optimizers[0], factor)
     assert model.weight.isnan().all(), "without the option the step is taken, and the loop ends the run"
+
+
+def test_the_scale_of_a_step_that_is_left_out_does_not_wait_for_the_next() -> None:
+    """A checkpoint may take it: torch makes the state of a new optimizer by a step of rate 0."""
+    model = Linear()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    assert step(model, optimizer, float("nan"), skip_non_finite=True).is_skipped
+    get_optimizer_state_dict(model, optimizer)
+    assert optimizer.state and torch.equal(model.weight, torch.ones(3))
 
 
 def test_an_overflow_in_fp16_is_left_out_and_halves_the_scale() -> None:

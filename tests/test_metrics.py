@@ -152,6 +152,9 @@ def test_throughput_averages_over_the_window(monkeypatch: pytest.MonkeyPatch) ->
     flops = ModelFlops(source_parameters=10, source_attention=0)
     throughput = Throughput(torch.device("cpu"), flops, peak_flops=960.0)
     batch = {"input_ids": torch.zeros(2, 4, dtype=torch.long)}
+    throughput.add_step([batch], data_wait_seconds=9.0)
+    now += 58.0  # loading
+    throughput.start_window()
     throughput.add_step([batch, batch], data_wait_seconds=0.5)
     now += 1.0
     with throughput.paused():

@@ -3,6 +3,7 @@
 import json
 import random
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -289,6 +290,40 @@ def test_stream_goes_on_exactly_twice_in_a_row(window: int, settings: SourceSett
             source = stream(settings, file, window)
             source.restore(state)
             assert tokens(source, start, end) == expected[start:end]
+
+
+def test_a_stream_is_known_by_all_that_its_order_follows_from(settings: SourceSettings, file: Path) -> None:
+    other = write(file.with_name("other.jsonl"), 5, 1)
+    streams = [
+        stream(settings, file, 10), stream(settings, file, 11), stream(settings, other, 10),
+        stream(replace(settings, max_seq_length=16), file, 10),
+        stream(replace(settings, document_masking=not settings.document_masking), file, 10),
+    ]  # fmt: skip
+    assert len({data.describe_contents(source) for source in streams}) == 5
+    assert data.describe_contents(streams[0]) == data.describe_contents(stream(settings, file, 10))
+
+
+def test_a_stream_that_was_looked_at_begins_anew(settings: SourceSettings, file: Path) -> None:
+    source = stream(settings, file, 1)
+    first = tokens(source, 0, 40)
+    assert tokens(source, 0, 40) == first
+
+
+def test_names_of_a_batch_that_is_larger_than_windows(settings: SourceSettings, file: Path) -> None:
+    sampler = SourceSampler(Mixture([stream(settings, file, 2)], [1.0]), 8, 5, 80)
+    for step in range(6):
+        rows = [sampler.mixture[index] for index in sampler.indices(step).tolist()]
+        source = sampler.mixture.sources[0]
+        assert len(rows) == 8 and all(source.names(index) for index in sampler.indices(step).tolist())
+
+
+def test_a_source_that_a_checkpoint_has_not_begins_at_its_beginning(settings: SourceSettings, file: Path) -> None:
+    other = write(file.with_name("web.jsonl"), 30, 3)
+    rows = sources.load_source(spec(str(file)), settings)["train"]
+    before = SourceSampler(Mixture([rows], [1.0]), 4, 5).state(3)
+    now = SourceSampler(Mixture([stream(settings, file, 10), stream(settings, other, 10)], [0.5, 0.5]), 4, 5, 80)
+    now.restore(json.loads(json.dumps(before)))
+    assert all(len(now.mixture[index]["input_ids"]) == 32 for index in now.indices(3).tolist())
 
 
 def test_windows_are_shuffled_and_lose_nothing(settings: SourceSettings, file: Path) -> None:

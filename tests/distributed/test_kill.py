@@ -339,6 +339,24 @@ def test_a_gradient_that_is_not_finite_ends_the_run(config: str, forked: ForkedP
     assert_complete(output)
 
 
+def test_a_run_that_fails_keeps_the_checkpoint_that_is_being_written(forked: ForkedParent, tmp_path: Path) -> None:
+    output, script = tmp_path / "run", tmp_path / "slow_disk.py"
+    script.write_text(
+        "import runpy, time\n"
+        "from common.checkpoint import Checkpoints\n"
+        "publish = Checkpoints._publish\n"
+        "def publish_late(*args):\n"
+        "    time.sleep(2)\n"
+        "    publish(*args)\n"
+        "Checkpoints._publish = publish_late\n"
+        f"runpy.run_path({str(RECIPE)!r}, run_name='__main__')\n"
+    )
+    options = flags(output, *saving(1), "--max_steps=9", "--learning_rate=1e30", "--max_grad_norm=0", "--async_save")
+    result = forked.run(script, *options, config="fsdp_full_shard", num_processes=2, launcher_flags=LAUNCHER_FLAGS)
+    assert result.exit_code == 1 and "The last complete checkpoint is" in result.output, result.output
+    assert_complete(output)
+
+
 def test_steps_that_are_not_finite_can_be_left_out(forked: ForkedParent, tmp_path: Path) -> None:
     """Every step is left out here, because the first update ruins the weights; the third is one too many."""
     output = tmp_path / "run"
