@@ -428,7 +428,21 @@ def load_preset(name: str) -> dict[str, Any]:
     if path is None:
         known = ", ".join(sorted(file.stem for file in CONFIG_FOLDER.glob("*.yaml")))
         raise UserError(f"--config {name}: no such preset; there are {known}.")
-    return yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"--config {path}: not a readable YAML file: {' '.join(str(error).split())}") from error
+    if not isinstance(content, dict):
+        raise UserError(f"--config {path}: expected lines of `key: value`, found {type(content).__name__}.")
+    return {key: _from_repository(key, value) for key, value in content.items()}
+
+
+def _from_repository(key: str, value: Any) -> Any:
+    """A preset's value; paths of files of the repository are right wherever one stands."""
+    is_path = isinstance(value, str) and key.endswith(("_path", "_file", "_dataset"))
+    if is_path and not Path(value).exists() and (REPOSITORY / value).exists():
+        return str(REPOSITORY / value)
+    return value
 
 
 def _find_preset(recipe: type[TrainArguments], asked: str | None) -> tuple[Path | None, str]:
@@ -479,11 +493,8 @@ def _read_preset(parser: _Parser, path: Path) -> dict[str, Any]:
             continue
         # Through the parser, so that types and choices are checked as for flags.
         parser.source = f"{path}: key {key!r}: "
-        values[key] = getattr(parser.parse_args([f"--{key}={node.value}"]), key)
+        values[key] = _from_repository(key, getattr(parser.parse_args([f"--{key}={node.value}"]), key))
         parser.source = None
-        is_path = key.endswith(("_path", "_file", "_dataset"))  # of the repository's files, wherever one stands
-        if is_path and not Path(values[key]).exists() and (REPOSITORY / values[key]).exists():
-            values[key] = str(REPOSITORY / values[key])
     return values
 
 

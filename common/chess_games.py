@@ -23,6 +23,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from common.arguments import UserError
+from common.stopping import leave_with_parent
 
 try:
     import chess
@@ -209,7 +210,7 @@ def _replay(rows: Iterator[tuple[str, Any]], num_workers: int) -> Iterator[_Outc
         yield from map(_read_row, rows)
         return
     # Not a multiprocessing.Pool, which waits forever for a process that was killed.
-    with ProcessPoolExecutor(num_workers) as pool:
+    with ProcessPoolExecutor(num_workers, initializer=leave_with_parent) as pool:
         while block := list(itertools.islice(rows, 4 * ROWS_PER_TASK * num_workers)):
             yield from pool.map(_read_row, block, chunksize=ROWS_PER_TASK)
 

@@ -91,7 +91,11 @@ def once_per_node(build: Callable[[], Loaded]) -> Loaded:
     # A function whose hash differs between processes would have been run by each of them: racing, and N times the time.
     parts = loaded.values() if isinstance(loaded, dict) else [loaded]
     torch.distributed.all_gather_object(reports, tuple(part._fingerprint for part in parts))
-    assert len(set(reports)) == 1, f"processes hold different data: {reports}"
+    if len(set(reports)) > 1:
+        raise UserError(
+            "the machines of this run hold different data: the same files are needed on all of them, with the same "
+            "times (rsync -t or cp -p keeps them), or a file system that they share."
+        )
     return loaded
 
 
@@ -130,7 +134,7 @@ def load_splits(
         raise UserError(f"--train_file {train_file}: no training file among {names}")
     if validation_file is not None:
         held_out = list_tables(validation_file, "--validation_file")
-        files["validation"] = held_out.get("validation") or next(iter(held_out.values()))
+        files["validation"] = next(held_out[split] for split in ("validation", "test", "train") if split in held_out)
     splits = [split for split in SPLITS if split in files]
     return once_per_node(lambda: {split: _read_tables(files[split], columns, hint) for split in splits})
 
@@ -149,11 +153,18 @@ def list_tables(path: str | Path, flag: str) -> dict[str, list[Path]]:
         raise UserError(f"{flag} {path}: the folder has no file ending in {', '.join(TABLE_SUFFIXES)}")
     by_split: dict[str, list[Path]] = {}
     for file in tables:
-        for word in re.split(r"[^a-z]+", file.stem.lower()):
-            if word in SPLIT_WORDS:
-                by_split.setdefault(SPLIT_WORDS[word], []).append(file)
-                break
-    return by_split or {"train": tables}
+        words = re.split(r"[^a-z]+", file.stem.lower())
+        split = next((SPLIT_WORDS[word] for word in words if word in SPLIT_WORDS), "")
+        by_split.setdefault(split, []).append(file)
+    if by_split.keys() == {""}:
+        return {"train": tables}
+    if unnamed := by_split.get(""):
+        named = next(files[0] for split, files in by_split.items() if split)
+        raise UserError(
+            f"{flag} {path}: {named.name} is named for a split, {unnamed[0].name} is not: name all files for theirs, "
+            "or none, or put those that are not meant elsewhere."
+        )
+    return by_split
 
 
 def expand_paths(text: str, flag: str) -> list[str]:
@@ -539,7 +550,8 @@ def _fingerprint(dataset: Dataset, function: Callable[..., Any], *settings: Any)
             # Without what a call leaves behind in it: the first process has used it, the others have not yet. As text:
             # the hasher would pickle each token and merge, seconds for 128,000 tokens.
             state = json.loads(content.backend_tokenizer.to_str()) | {"truncation": None, "padding": None}
-            content = json.dumps(state)
+            # Which of its tokens begin and end a text stands in another file.
+            content = json.dumps([state, content.special_tokens_map], default=str)
         hasher.update((name, content))
     return hasher.hexdigest()
 

@@ -458,7 +458,7 @@ def _set_up_process(args: TrainArguments, accelerator: Accelerator, strategy: St
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
-RUN_FILES = ("config.yaml", "metrics.jsonl", "checkpoints", "model", "best", "report.html")
+RUN_FILES = ("config.yaml", "metrics.jsonl", "checkpoints", "model", "best", "report.html", "tensorboard")
 
 
 def _check_output_dir(args: TrainArguments) -> None:

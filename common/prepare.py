@@ -15,11 +15,9 @@ import json
 import multiprocessing
 import os
 import shutil
-import threading
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
-from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +44,7 @@ from common.documents import (
     read_pieces,
 )
 from common.files import locked, write_text
+from common.stopping import leave_with_parent
 
 FORMAT_VERSION = 1
 NO_TEXT, REST = "documents without text", "tokens at the end that fill no sequence"
@@ -137,14 +136,7 @@ def _start_worker(encoder: Encoder, settings: Settings) -> None:
     global _worker
     _worker = encoder, settings
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are as many as there are to be
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-
-    def leave_with_parent() -> None:
-        wait([parent.sentinel])
-        os._exit(1)
-
-    threading.Thread(target=leave_with_parent, daemon=True).start()
+    leave_with_parent()
 
 
 def _work(part: Part, output: Path) -> Part:

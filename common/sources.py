@@ -186,15 +186,16 @@ class TokenRows:
 
     def targets_per_byte(self) -> float:
         """Targets for each byte of the text, end tokens included; by decoding where the preparation did not count."""
-        encoder_has_bos = self._tokenizer.bos_token_id not in (None, self._tokenizer.eos_token_id)
         if self.folder is not None and not self._is_part:
             counts = read_report(self.folder)["splits"][self.split]
-            return (counts["tokens"] - encoder_has_bos * counts["documents"]) / counts["bytes"]
+            # A document's start token is a target of the document before, unless that does not see it.
+            has_bos = self._tokenizer.bos_token_id not in (None, self._tokenizer.eos_token_id)
+            return (counts["tokens"] - (has_bos and self.document_masking) * counts["documents"]) / counts["bytes"]
         num_targets, num_bytes = 0, 0
         for index in range(len(self)):
             targets = self[index]["labels"]
             targets = targets[targets != IGNORE_INDEX]
-            num_targets += int((targets != self._tokenizer.bos_token_id).sum()) if encoder_has_bos else len(targets)
+            num_targets += len(targets)
             num_bytes += len(self._tokenizer.decode(targets, skip_special_tokens=True).encode())
         return num_targets / max(1, num_bytes)
 
@@ -236,12 +237,13 @@ class HubReader:
 
     def __init__(self, rows: IterableDataset, name: str, text_column: str) -> None:
         self.rows, self.text_column, self.description = rows, text_column, name
+        self._start = rows.state_dict()
 
     def read(self, position: Any) -> Iterator[tuple[Piece, Any]]:
         """Rows from a state of the dataset on (None: the start), each with the state after it."""
         rows = self.rows
-        if position is not None:
-            rows.load_state_dict(position)
+        # A state that is loaded into a dataset stays there for all passes over it, until another one is.
+        rows.load_state_dict(self._start if position is None else position)
         for row in rows:
             if self.text_column not in row:
                 raise UserError(

@@ -1,9 +1,11 @@
 """Asking a run to stop: signals and the time limit are noticed at once and acted on at a step boundary."""
 
+import multiprocessing
 import os
 import signal
 import threading
 import time
+from multiprocessing.connection import wait
 from types import TracebackType
 
 import psutil
@@ -86,3 +88,15 @@ class StopRequest:
 
 def _do_nothing(signum: int, frame: object) -> None:
     """A handler has to be there, or the signal's default action ends the process."""
+
+
+def leave_with_parent() -> None:
+    """End this process, of a pool, when the one that started it has ended, in whatever way."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def leave() -> None:
+        wait([parent.sentinel])
+        os._exit(1)
+
+    threading.Thread(target=leave, daemon=True).start()

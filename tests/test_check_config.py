@@ -119,7 +119,7 @@ def test_context_parallelism_with_a_recipe(recipe: str, is_fine: bool, capsys: p
             "file fsdp_fullshard: no such file, and none of that name in accelerate_configs/: ddp, fsdp1_",
         ),
         (["--recipe", "t5"], "--recipe t5: no such recipe; recipes: "),
-        (["--recipe", "t5_summarize", "--config", "t5_summarize_huge"], "in configs/: "),
+        (["--recipe", "t5_summarize", "--config", "t5_summarize_huge"], "no such preset; there are "),
         (["--model_config_path", "absent"], "--model_config_path absent: no such file or folder"),
     ],
 )

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import random
 import re
+import shutil
 import time
 import traceback
 from collections import Counter
@@ -29,6 +30,7 @@ from common.losses import IGNORE_INDEX
 from tests.forked import free_port
 
 ROOT = Path(__file__).resolve().parent.parent
+SAMPLE_TOKENIZER = ROOT / "recipes" / "samples" / "tokenizer"
 T5_TOKENIZER = ROOT.parent / "shared" / "data" / "t5_tokenizer"
 SAMPLE_TOKENIZER = ROOT / "recipes" / "samples" / "tokenizer"
 PAIR: list[tuple[str, ...]] = [("document", "summary")]
@@ -121,16 +123,29 @@ def test_first_alternative_that_the_file_has(tmp_path: Path) -> None:
 
 
 def test_folder_is_split_by_file_names(tmp_path: Path) -> None:
-    for name in ("train-00001-of-00002", "train-00002-of-00002", "dev", "my_test", "notes"):
+    for name in ("train-00001-of-00002", "train-00002-of-00002", "dev", "my_test"):
         (tmp_path / f"{name}.csv").write_text(f"document\n{name}\n")
     splits = data.load_splits(columns=[("document",)], train_file=tmp_path)
     assert splits["train"]["document"][:] == ["train-00001-of-00002", "train-00002-of-00002"]
     assert splits["validation"]["document"][:] == ["dev"]
     assert set(splits) == {"train", "validation"}
+    (tmp_path / "notes.csv").write_text("document\nnotes\n")
     other = data.load_splits(
         columns=[("document",)], train_file=tmp_path / "notes.csv", validation_file=tmp_path / "my_test.csv"
     )
     assert (other["train"]["document"][:], other["validation"]["document"][:]) == (["notes"], ["my_test"])
+    with pytest.raises(UserError, match=r"dev\.csv is named for a split, notes\.csv is not: name all files for theirs"):
+        data.load_splits(columns=[("document",)], train_file=tmp_path)
+    (tmp_path / "notes.csv").unlink()
+    (tmp_path / "dev.csv").unlink()
+    (tmp_path / "one.csv").write_text("document\none\n")
+    (tmp_path / "held_out").mkdir()
+    for name in ("a_train", "b_test"):
+        (tmp_path / "held_out" / f"{name}.csv").write_text(f"document\n{name}\n")
+    held_out = data.load_splits(
+        columns=[("document",)], train_file=tmp_path / "one.csv", validation_file=tmp_path / "held_out"
+    )
+    assert held_out["validation"]["document"][:] == ["b_test"]
 
 
 def test_edited_file_is_read_again(tmp_path: Path) -> None:
@@ -388,6 +403,20 @@ def test_tokenizing_is_cached(tmp_path: Path) -> None:
     assert data.tokenize(rows, partial(count_letters, log=log))["length"][:] == [1, 2, 4]
 
 
+def test_tokens_that_end_texts_are_part_of_the_cache_key(tmp_path: Path) -> None:
+    """They stand in tokenizer_config.json: base and chat models share the rest."""
+    shutil.copytree(SAMPLE_TOKENIZER, tmp_path / "other")
+    config = tmp_path / "other" / "tokenizer_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"eos_token": "<pad>"}))
+    tokenizers = [AutoTokenizer.from_pretrained(folder) for folder in (SAMPLE_TOKENIZER, tmp_path / "other")]
+    (tmp_path / "rows.csv").write_text("a,b\nBoil water.,Boil.\n")
+    rows = data.load_splits(columns=[("a", "b")], train_file=tmp_path / "rows.csv")["train"]
+    settings: dict[str, Any] = {"source_prefix": "", "max_source_length": 24, "max_target_length": 9}
+    found = [data.tokenize_pairs(rows, tokenizer, columns=("a", "b"), **settings) for tokenizer in tokenizers]
+    assert [encoded[0]["labels"][-1] for encoded in found] == [tokenizer.eos_token_id for tokenizer in tokenizers]
+    assert found[0][0]["labels"] != found[1][0]["labels"]
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Once per node
 
@@ -498,7 +527,7 @@ def test_processes_that_hold_different_data_stop() -> None:
         return data.once_per_node(lambda: datasets.Dataset.from_dict({"x": [rank]}))
 
     for result in run_ranks([0, 0], build):
-        assert isinstance(result, AssertionError) and "different data" in str(result)
+        assert isinstance(result, UserError) and "different data" in str(result)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

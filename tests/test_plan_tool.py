@@ -2,6 +2,7 @@
 
 import math
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -113,3 +114,17 @@ def test_mistakes(capsys: pytest.CaptureFixture[str], flags: list[str], message:
     assert plan.main(flags) == 2
     error = capsys.readouterr().err
     assert error.startswith(f"error: {message}") and error.count("\n") == 1
+
+
+def test_presets_are_read_as_the_recipes_read_them(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # paths in presets are the repository's
+    few = ["--num_processes", "1"]
+    assert plan.main(["--config", "t5_summarize_demo", *few]) == 0
+    assert plan.main(["--config", "gpt_shakespeare_demo", *TWO_BLOCKS, *few]) == 0, "overrides are of its own model"
+    (tmp_path / "own.yaml").write_text(f"model_config_path: {SEVEN[1]}\nparam_dtype: fp32\n")
+    assert plan.main(["--config", "own.yaml", "--config_overrides", "num_hidden_layers=2", *few]) == 0
+    (tmp_path / "own.yaml").write_text("model_config_path: [\n")
+    assert plan.main(["--config", "own.yaml", *few]) == 2
+    assert "error: --config own.yaml: not a readable YAML file" in capsys.readouterr().err

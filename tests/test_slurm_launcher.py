@@ -105,6 +105,15 @@ def test_one_node_and_the_count_of_gpus_on_it(job: dict[str, str], script: Path)
     assert words[-3:] == ["recipes/t5_summarize.py", "--resume_from_checkpoint", "latest"]
 
 
+def test_a_job_that_is_started_again_does_not_start_afresh(job: dict[str, str], script: Path) -> None:
+    flags = ["--overwrite_output_dir", "true", "--seed", "1", "--overwrite_output_dir=true", "--max_steps=3"]
+    env = job | {"DRY_RUN": "1", "NUM_HOSTS": "1", "SLURM_JOB_NUM_NODES": "1"}
+    assert run(script, env, *flags).stdout.split()[-len(flags) :] == flags
+    again = run(script, env | {"SLURM_RESTART_COUNT": "1"}, *flags).stdout.split()
+    assert again[-5:] == ["--seed", "1", "--max_steps=3", "--resume_from_checkpoint", "latest"]
+    assert "true" not in again
+
+
 @pytest.mark.parametrize(
     ("env", "words"),
     [

@@ -14,15 +14,12 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
 from common import accelerate_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 REPOSITORY, SHIPPED = accelerate_config.REPOSITORY, accelerate_config.SHIPPED
-PRESETS = REPOSITORY / "recipes" / "configs"
 EXIT_USAGE = 2
 
 
@@ -63,7 +60,9 @@ def model_settings(args: argparse.Namespace) -> dict[str, Any]:
     preset = args.config or (f"{args.recipe}_demo" if args.recipe else None)
     if preset is None:
         return {}
-    content = yaml.safe_load(find(preset, PRESETS, "--config").read_text(encoding="utf-8")) or {}
+    from common.arguments import load_preset
+
+    content = load_preset(preset)
     names = ("model_name_or_path", "model_config_path", "config_overrides", "attn_implementation")
     return {name: content[name] for name in names if name in content}
 

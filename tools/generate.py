@@ -7,7 +7,8 @@ Model and tokenizer are those of the folder; a run's folder stands for its newes
 exported model where it saved none. The text after --prompt is printed while it is generated; with the temperature and
 the seed of the recipe it is the text that the recipe printed. For --prompt_file, a prompt in each line, standard output
 has a line of JSON with the keys `prompt` and `text` for each. An encoder-decoder model reads the prompt, a causal one
-goes on with it.
+goes on with it, after the start token that the tokenizer puts before a text; where it puts none and the recipe began
+documents with one (llama_pretrain, chess_finetune), write it: --prompt "<s>...".
 """
 
 import argparse

@@ -23,7 +23,10 @@ from common.arguments import ModelArguments, UserError, load_preset
 from common.memory import GIB, RESERVED_FRACTION, Estimate, Layout, ModelSize, Types, estimate, largest_batch
 from common.models import load_config, meta_model
 
-DTYPES = {"float64": torch.float64, "float32": torch.float32, "bf16": torch.bfloat16, "bfloat16": torch.bfloat16}
+DTYPES = {
+    "float64": torch.float64, "float32": torch.float32, "fp32": torch.float32, "bf16": torch.bfloat16,
+    "bfloat16": torch.bfloat16,
+}  # fmt: skip
 LENGTHS = {"max_seq_length": 1024, "max_source_length": 512, "max_target_length": 150}  # where nothing says them
 EXIT_USER_ERROR = 2
 
@@ -66,7 +69,8 @@ def plan(args: argparse.Namespace) -> str:
     names = {field.name for field in dataclasses.fields(ModelArguments)}
     asked = {name: value for name, value in vars(args).items() if value is not None}
     if asked.keys() & {"model_name_or_path", "model_config_path"}:  # of another model than the preset's
-        settings = {k: v for k, v in settings.items() if k not in ("model_name_or_path", "model_config_path")}
+        of_model = ("model_name_or_path", "model_config_path", "config_overrides")
+        settings = {k: v for k, v in settings.items() if k not in of_model}
     settings = LENGTHS | settings | asked
     model_args = ModelArguments(**{k: v for k, v in settings.items() if k in names})
     config = load_config(model_args)
