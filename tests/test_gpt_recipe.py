@@ -324,10 +324,10 @@ def test_mistakes_are_one_line_and_exit_2(forked: ForkedParent, tmp_path: Path, 
 @pytest.mark.full
 @pytest.mark.timeout(1800)
 def test_a_step_takes_little_longer_than_in_a_plain_loop(shared_data: Path) -> None:
-    """The least of many windows that take turns: what else the machine does hits both."""
+    """In many windows that take turns. What else the machine does hits one of the two numbers; a slower loop, both."""
     command = [sys.executable, "benchmarks/char_cpu.py", "--rounds=3", "--steps=60"]
     command += ["--text_file", str(shared_data / "shakespeare" / "input.txt")]
     result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
-    found = re.search(r"^ratio .* ([\d.]+) \(least\)$", result.stdout, re.MULTILINE)
-    assert found and float(found[1]) < 1.3, result.stdout
+    found = re.search(r"^ratio +([\d.]+) \(medians\), ([\d.]+) \(least\)$", result.stdout, re.MULTILINE)
+    assert found and min(map(float, found.groups())) < 1.3, result.stdout
