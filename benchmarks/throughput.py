@@ -108,14 +108,7 @@ def as_machines(command: Sequence[str], num_processes: int) -> list[str]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    together = [
-        "--num_machines",
-        str(num_processes),
-        "--main_process_ip",
-        "127.0.0.1",
-        "--main_process_port",
-        str(port),
-    ]
+    together = f"--num_machines {num_processes} --main_process_ip 127.0.0.1 --main_process_port {port}".split()
     launchers = [
         shlex.join([*command[:2], *together, "--machine_rank", str(rank), *command[2:]]) + " &"
         for rank in range(num_processes)

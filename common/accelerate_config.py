@@ -421,18 +421,18 @@ class _Checker:
         return f"no key of {where}; " + (f"did you mean {near[0]}?" if near else f"known are {', '.join(names)}")
 
     def add_flag(self, name: str, value: Any) -> None:
-        if name in TYPE_FLAGS and value:
-            self.plan["distributed_type"] = TYPE_FLAGS[name]
+        setting = _setting(name, value)
+        if name in TYPE_FLAGS and setting:
+            self.plan |= setting
             reason = REFUSED.get(("distributed_type", TYPE_FLAGS[name]))
             if reason:
                 self.report(name, reason)
         elif name in KEYS:
-            value = _normal(name, _from_text(name, value))
-            problem = _refusal(name, value) or _type_problem(name, value)
+            problem = _refusal(name, setting[name]) or _type_problem(name, setting[name])
             if problem:
                 self.report(name, problem)
             else:
-                self.plan[name] = value
+                self.plan |= setting
         elif name in SAID_ELSEWHERE:
             self.report(name, f"does nothing here: {SAID_ELSEWHERE[name]}")
 
@@ -696,6 +696,13 @@ def _limits(key: str) -> tuple[int, int | None]:
     return {"machine_rank": (0, None), "main_process_port": (0, 65535), "fsdp_version": (1, 2)}.get(key, (1, None))
 
 
+def _setting(name: str, value: Any) -> dict[str, Any]:
+    """What a launcher's flag sets, by the YAML's key; empty where that is nothing."""
+    if name in TYPE_FLAGS:
+        return {"distributed_type": TYPE_FLAGS[name]} if value else {}
+    return {name: _normal(name, _from_text(name, value))} if name in KEYS else {}
+
+
 def _from_text(key: str, value: Any) -> Any:
     """A launcher flag's value as YAML would have it: the launcher keeps booleans and the FSDP version as text."""
     if isinstance(value, str) and KEYS[key] in (bool, int):
@@ -710,10 +717,7 @@ def check_model(launch: LaunchConfig, model: "PreTrainedModel", recipe_without_s
     """
     plan = _flatten(read_config(launch.path)) if launch.path else {}
     for name, value in launch.flags.items():
-        if name in KEYS:
-            plan[name] = _normal(name, _from_text(name, value))
-        elif name in TYPE_FLAGS and value:
-            plan["distributed_type"] = TYPE_FLAGS[name]
+        plan |= _setting(name, value)
     if plan.get("distributed_type") != "FSDP":
         return []
     return [f"{launch.named(key)}: {text}." for key, text in _model_problems(plan, model, recipe_without_slices)]

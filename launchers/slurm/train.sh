@@ -48,19 +48,17 @@ flags=("$@")
 [ -z "${BATCH_SIZE_PER_DEVICE:-}" ] || flags+=(--per_device_train_batch_size "$BATCH_SIZE_PER_DEVICE")
 # Stopped by the time limit, or a node that failed: the same job, started again.
 if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ]; then
-    kept=()
-    after=
-    for flag in "${flags[@]}"; do # starting afresh was for the first time
-        if [[ $flag == --overwrite_output_dir* ]]; then
-            after=--overwrite_output_dir
-        elif [ -z "$after" ] || ! [[ ${flag,,} =~ ^(true|false|yes|no|t|f|y|n|1|0)$ ]]; then
-            kept+=("$flag")
-            after=
-        else
-            after=
-        fi
+    set -- "${flags[@]}"
+    flags=()
+    while [ $# -gt 0 ]; do
+        case $1 in # starting afresh was for the first time
+        --overwrite_output_dir=*) ;;
+        --overwrite_output_dir) [[ ${2:---} == --* ]] || shift ;; # with its value
+        *) flags+=("$1") ;;
+        esac
+        shift
     done
-    flags=("${kept[@]}" --resume_from_checkpoint latest)
+    flags+=(--resume_from_checkpoint latest)
 fi
 
 logs=runs/slurm-$SLURM_JOB_ID
