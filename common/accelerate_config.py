@@ -145,6 +145,7 @@ REFUSED: dict[tuple[str, Any], str] = {
     **{(f"parallelism_config_{short}_size", None): f"{name} parallelism is no part of these recipes; remove the line"
        for short, name in (("tp", "tensor"), ("sp", "sequence"))},
 }  # fmt: skip
+FP16_WITH_T5 = "T5 overflows in fp16 and its losses become NaN; use bf16 or no"
 FLAG_ONLY = "accelerate launch ignores it in a file; pass --{0} to the launcher and remove the line"
 TYPE_FLAGS = {
     "multi_gpu": "MULTI_GPU",
@@ -689,7 +690,8 @@ def _number_hint(value: Any) -> str:
         number = float(value)  # also 1e8, which YAML takes for text
     except (TypeError, ValueError):
         return "expected a whole number"
-    return f"write {int(number)} without quotes" if number.is_integer() else "expected a whole number"
+    quotes = " without quotes" if isinstance(value, str) else ""
+    return f"write {int(number)}{quotes}" if number.is_integer() else "expected a whole number"
 
 
 def _limits(key: str) -> tuple[int, int | None]:
@@ -718,8 +720,6 @@ def check_model(launch: LaunchConfig, model: "PreTrainedModel", recipe_without_s
     plan = _flatten(read_config(launch.path)) if launch.path else {}
     for name, value in launch.flags.items():
         plan |= _setting(name, value)
-    if plan.get("distributed_type") != "FSDP":
-        return []
     return [f"{launch.named(key)}: {text}." for key, text in _model_problems(plan, model, recipe_without_slices)]
 
 
@@ -736,6 +736,10 @@ def _model_problems(
 ) -> Iterator[tuple[str, str]]:
     """Keys and what is wrong with their values."""
     name = type(model).__name__
+    if plan.get("mixed_precision") == "fp16" and model.config.model_type == "t5":
+        yield "mixed_precision", FP16_WITH_T5
+    if plan.get("distributed_type") != "FSDP":
+        return
     if plan.get("parallelism_config_cp_size", 1) > 1:
         from common.context_parallel import model_problem
 
@@ -1033,6 +1037,14 @@ def check_launch(accelerate_config: str | None = None) -> LaunchConfig:
             raise _user_error(
                 f"{num_processes} processes, but no YAML says how they share the work: use accelerate launch "
                 "--config_file, or with torchrun and mpiexec set ACCELERATE_CONFIG_FILE (accelerate_configs/)."
+            )
+        idle = [name for name in flags if _section(name) == "fsdp_config" and not flags.get("use_fsdp")]
+        if flags.get("num_processes", 1) > 1 and num_processes is None:
+            idle.append("num_processes")
+        if idle:
+            raise _user_error(
+                f"accelerate launch drops --{' and --'.join(idle)} where no YAML is named; add --config_file "
+                "(accelerate_configs/)."
             )
         return LaunchConfig(None, flags)
     config = read_config(path)

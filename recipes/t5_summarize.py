@@ -24,6 +24,7 @@ from tqdm import tqdm
 from transformers import AutoModelForSeq2SeqLM, PreTrainedTokenizerBase
 
 from common import data
+from common.accelerate_config import FP16_WITH_T5
 from common.arguments import TrainArguments, UserError, arg, num_training_steps, parse_args, plan_batch
 from common.checkpoint import Checkpoints
 from common.evaluation import evaluation_batches, generate_texts, loss_and_accuracy, sum_over_dataset, token_statistics
@@ -213,7 +214,7 @@ def main() -> None:
     accelerator, strategy = build_accelerator(args)
     if strategy.asked_precision == "fp16":
         key = strategy.launch.named("mixed_precision")
-        raise UserError(f"{key}: T5 overflows in fp16 and its losses become NaN; use bf16 or no.")
+        raise UserError(f"{key}: {FP16_WITH_T5}.")
     plan = plan_batch(args, accelerator.num_processes)
     config = load_config(args)
     check_kind(config, AutoModelForSeq2SeqLM)

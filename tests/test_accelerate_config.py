@@ -237,6 +237,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("ddp", {"mixed_precision": False}, "mixed_precision: YAML reads an unquoted no as false; write 'no' in quotes"),
     ("ddp", {"mixed_precision": "bfloat16"}, "mixed_precision: ... expected one of no, bf16, fp16, fp8"),
     ("ddp", {"num_processes": "2"}, "num_processes: found the text '2'; write 2 without quotes"),
+    ("ddp", {"num_processes": 2.0}, "num_processes: found 2.0; write 2."),
     ("ddp", {"num_processes": 0}, "num_processes: found 0; expected at least 1"),
     ("ddp", {"num_processes": True}, "num_processes: found True; expected a whole number"),
     ("ddp", {"num_machines": None}, "num_machines: has no value"),
@@ -587,6 +588,8 @@ def test_a_list_of_classes_survives_the_launcher(write: Callable[..., Path]) -> 
         ("t5", {"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP", "fsdp_min_num_params": 10}, ["encoder-decoder"]),
         ("llama", {"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP", "fsdp_min_num_params": 10}, []),
         ("t5", {"fsdp_auto_wrap_policy": "NO_WRAP"}, []),
+        ("t5", {"mixed_precision": "fp16"}, ["T5 overflows in fp16"]),
+        ("llama", {"mixed_precision": "fp16"}, []),
     ],
 )  # fmt: skip
 def test_wrapping_is_checked_on_the_model(
@@ -599,7 +602,11 @@ def test_wrapping_is_checked_on_the_model(
         place, key, _ = problem.split(": ", 2)
         assert path.read_text().splitlines()[int(place.removeprefix(f"{path}:")) - 1].strip().startswith(f"{key}:")
         assert text in problem
-        assert "TRANSFORMER_BASED_WRAP" in problem or {"llama": "LlamaDecoderLayer", "t5": "T5Block"}[model] in problem
+        assert (
+            "TRANSFORMER_BASED_WRAP" in problem
+            or "use bf16" in problem
+            or {"llama": "LlamaDecoderLayer", "t5": "T5Block"}[model] in problem
+        )
 
 
 def test_a_model_without_a_block_class_of_its_own() -> None:
@@ -724,6 +731,27 @@ def test_the_run_is_refused_when_file_and_processes_disagree(
         os.environ["ACCELERATE_CONFIG_FILE"] = str(CONFIGS / f"{base}.yaml")
     if said is None:
         assert accelerate_config.check_launch().path == (CONFIGS / f"{base}.yaml" if base else None)
+    else:
+        with pytest.raises(UserError, match=said):
+            accelerate_config.check_launch()
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ({"num_processes": 2}, "drops --num_processes where no YAML is named; add --config_file"),
+        ({"fsdp_version": 2, "mixed_precision": "fp16"}, "drops --fsdp_version where"),
+        ({"multi_gpu": True, "fsdp_offload_params": "true"}, "drops --fsdp_offload_params where"),
+        ({"num_processes": 1, "mixed_precision": "no"}, None),
+        ({"use_fsdp": True, "fsdp_version": "2"}, None),
+    ],
+)
+def test_flags_that_accelerate_drops_without_a_file(
+    flags: dict[str, Any], said: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(accelerate_config, "_find_launcher", lambda: LaunchConfig(None, flags))
+    if said is None:
+        assert accelerate_config.check_launch() == LaunchConfig(None, flags)
     else:
         with pytest.raises(UserError, match=said):
             accelerate_config.check_launch()
