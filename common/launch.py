@@ -342,8 +342,8 @@ def _check_devices(on_cpu: bool) -> None:
 def _check_precision(args: TrainArguments, key: str, mixed_precision: str, on_cpu: bool) -> None:
     if args.param_dtype == "float64" and mixed_precision != "no":
         raise UserError(
-            f"{key}: {mixed_precision} contradicts --param_dtype float64; write 'no' there, or add --mixed_precision no "
-            "to accelerate launch, before the script's name."
+            f"{key}: {mixed_precision} contradicts --param_dtype float64; write 'no' there, or add --mixed_precision "
+            "no to accelerate launch, before the script's name."
         )
     if args.param_dtype != "float32" and mixed_precision == "fp16":
         raise UserError(
