@@ -101,7 +101,7 @@ LLAMA_SETUPS = {
     "ours_bf16_reduce": COMPILED + BF16_REDUCE,
     "ours_kept": COMPILED + KEPT,
     "ours_kept_bf16_reduce": COMPILED + KEPT + BF16_REDUCE,
-    "ours_flex_kept_bf16_reduce": COMPILED + KEPT + BF16_REDUCE + Setup(flags=["--attn_implementation=flex_attention"]),
+    "ours_sdpa_kept_bf16_reduce": COMPILED + KEPT + BF16_REDUCE + SDPA,
     "ours_checkpointing": COMPILED + CHECKPOINTING,
     "ours_selective": COMPILED + recomputed(2),
     "ours_selective_4": COMPILED + recomputed(4),

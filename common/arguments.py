@@ -145,7 +145,9 @@ class ModelArguments:
     )
     tokenizer_name_or_path: str | None = arg(None, "Hub id or folder of the tokenizer (default: the model's).")
     attn_implementation: str | None = arg(
-        None, "Attention kernel: eager, sdpa, flex_attention, ... (default: the model's; T5 on GPUs: bias_attention)."
+        None,
+        "Attention kernel: eager, sdpa, flex_attention, ... (default: the model's; on GPUs bias_attention for T5, "
+        "packed_attention for packed sequences).",
     )
 
 

@@ -29,7 +29,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from common.arguments import UserError
 from common.data import Batch, EvalBatches, Row
 from common.evaluation import generate_texts
-from common.losses import IGNORE_INDEX
+from common.losses import IGNORE_INDEX, compute_logits
 
 PHASES: tuple[Phase, ...] = get_args(Phase)
 MIN_SEQ_LENGTH = 32  # half of it and the longest move, written letter by letter, with its number and the end token
@@ -169,7 +169,7 @@ def _phases(moves: list[str]) -> list[int]:
 
 def move_statistics(model: nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
     """`move_sums` of a batch of `encode_games(with_moves=True)`."""
-    return move_sums(model(input_ids=batch["input_ids"], use_cache=False).logits, **batch)
+    return move_sums(compute_logits(model, {"input_ids": batch["input_ids"]}), **batch)
 
 
 def move_sums(

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from common.arguments import TrainArguments, UserError
 from common.context_parallel import context_size, data_parallel, sliced
 from common.data import Collator, EvalBatch, EvalBatches, column_array
-from common.losses import IGNORE_INDEX, cross_entropy_sum
+from common.losses import IGNORE_INDEX, compute_logits, cross_entropy_sum
 from common.sharding import generation_model, is_sharded, reshard
 
 # Called before each batch of an evaluation; see `polling`.
@@ -114,8 +114,7 @@ def token_sums(logits: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Te
 
 def token_statistics(model: nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
     """`token_sums` of a causal or encoder-decoder model, whose labels stand at their own position."""
-    inputs = {key: value for key, value in batch.items() if key != "labels"}
-    return token_sums(model(**inputs, use_cache=False).logits, batch["labels"])
+    return token_sums(compute_logits(model, batch), batch["labels"])
 
 
 def loss_and_accuracy(sums: dict[str, float]) -> dict[str, float]:

@@ -89,16 +89,21 @@ def set_training_loss(
     _LOSSES[model] = loss
 
 
+def compute_logits(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Logits of a micro-batch, whose `labels` stay outside: the model would compute a mean of its own."""
+    inputs = {key: value for key, value in batch.items() if key != "labels"}
+    with packed_sequences("position_ids" in batch):
+        logits: torch.Tensor = model(**inputs, use_cache=False).logits
+    return logits
+
+
 def token_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     """Summed loss of a micro-batch for causal and encoder-decoder models, whose labels stand at their own position."""
-    inputs = {key: value for key, value in batch.items() if key != "labels"}
     loss = _LOSSES.get(model, _PLAIN) if model.training else _PLAIN
     if loss.head is not None:
         loss.head.labels = batch["labels"]
     try:
-        with packed_sequences("position_ids" in batch):
-            # The model gets no labels: it would compute a second loss, as a mean over this micro-batch.
-            result: torch.Tensor = model(**inputs, use_cache=False).logits
+        result = compute_logits(model, batch)
     finally:
         if loss.head is not None:
             loss.head.labels = None

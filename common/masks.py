@@ -30,6 +30,11 @@ def _find_packed_sequences(position_ids: torch.Tensor) -> torch.Tensor | None:
 masking_utils.find_packed_sequence_indices = _find_packed_sequences
 
 
+def are_packed() -> bool:
+    """Whether rows are known to hold several sequences: within `packed_sequences(True)`."""
+    return _is_packed is True
+
+
 @contextmanager
 def packed_sequences(is_packed: bool) -> Iterator[None]:
     """Within, rows of models' inputs hold several sequences, which positions that begin anew tell apart, or one."""

@@ -34,7 +34,7 @@ from transformers import (
 )
 from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
-from common import bias_attention
+from common import bias_attention, packed_attention
 from common.arguments import ModelArguments, TrainArguments, UserError
 from common.initialization import InitSource, recorded_init
 
@@ -145,7 +145,7 @@ def fetch(name_or_path: str, what: str, patterns: list[str] | None = None) -> Pa
 
 
 # Kernels that keep apart what is packed in a sequence. Flash attention does so for single sequences only.
-PACKING_KERNELS = (None, "sdpa", "eager", "flex_attention")
+PACKING_KERNELS = (None, "sdpa", "eager", "flex_attention", packed_attention.NAME)
 TOKENIZER_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]
 
 
@@ -294,14 +294,22 @@ def _build(args: ModelArguments, config: Any, auto_class: type[_BaseAutoModelCla
     return model
 
 
-def _with_fused_bias(model: PreTrainedModel, args: ModelArguments, device: torch.device) -> PreTrainedModel:
-    """The model, with `bias_attention` instead of SDPA where it learns a bias and the device has the kernels."""
+def _with_own_kernels(
+    model: PreTrainedModel, args: ModelArguments, device: torch.device, packs: bool
+) -> PreTrainedModel:
+    """The model, with this repository's kernels instead of SDPA where it learns a bias or `packs` and they fit."""
+    if args.attn_implementation is not None or model.config._attn_implementation != "sdpa":
+        return model
     learns_bias = any(hasattr(module, "compute_bias") for module in model.modules())
-    is_sdpa = args.attn_implementation is None and model.config._attn_implementation == "sdpa"
-    if learns_bias and is_sdpa and bias_attention.is_available(device):
-        for part in model.modules():
-            if isinstance(part, PreTrainedModel):  # T5's encoder and decoder, too: they have configs of their own
-                part.set_attn_implementation(bias_attention.NAME)
+    if learns_bias and bias_attention.is_available(device):
+        kernel = bias_attention.NAME
+    elif packs and packed_attention.fits(model, device):
+        kernel = packed_attention.NAME
+    else:
+        return model
+    for part in model.modules():
+        if isinstance(part, PreTrainedModel):  # T5's encoder and decoder, too: they have configs of their own
+            part.set_attn_implementation(kernel)
     return model
 
 
@@ -350,10 +358,15 @@ def with_position_biases(block: torch.nn.Module, forward: Callable[..., Any]) ->
 
 
 def load_model(
-    args: TrainArguments, config: Any, auto_class: type[_BaseAutoModelClass], accelerator: Accelerator
+    args: TrainArguments,
+    config: Any,
+    auto_class: type[_BaseAutoModelClass],
+    accelerator: Accelerator,
+    packs: bool = False,
 ) -> tuple[PreTrainedModel, Weights | None]:
     """Model to give to `prepare_model`, with the source of its weights.
 
+    packs: rows in training hold several sequences that do not see each other.
     The model is on the meta device; its weights are read or drawn into the shards later. Of a checkpoint at most one
     full copy per machine is in host memory, and none where the files can be read by slices (safetensors under the
     model's own names). With --init device, random weights are there already, equal on all processes (same seed), and
@@ -361,14 +374,14 @@ def load_model(
     Raises `UserError` when the checkpoint lacks weights or --init meta does not know how a parameter is initialised.
     """
     kernel = args.attn_implementation
-    if kernel in ("flex_attention", bias_attention.NAME) and accelerator.device.type == "cpu":
+    if kernel in ("flex_attention", bias_attention.NAME, packed_attention.NAME) and accelerator.device.type == "cpu":
         raise UserError(f"--attn_implementation {kernel}: it cannot train on a CPU; drop the flag to rehearse.")
     set_seed(args.seed)
     if args.model_config_path and args.init == "device":
         with torch.device(accelerator.device):
-            return _with_fused_bias(_build(args, config, auto_class), args, accelerator.device), None
+            return _with_own_kernels(_build(args, config, auto_class), args, accelerator.device, packs), None
     with init_empty_weights(include_buffers=False), recorded_init() as calls:
-        model = _with_fused_bias(_build(args, config, auto_class), args, accelerator.device)
+        model = _with_own_kernels(_build(args, config, auto_class), args, accelerator.device, packs)
     model.tie_weights()
     if args.model_config_path:
         return model, InitSource(model, calls, args.seed)

@@ -242,7 +242,7 @@ def main() -> None:
     sampler = data.StepSampler(len(train_data), plan.total, args.seed, data.column_array(train_data, "length"))
     num_steps = num_training_steps(args, len(train_data), plan.total)
 
-    model, weights = load_model(args, config, AutoModelForCausalLM, accelerator)
+    model, weights = load_model(args, config, AutoModelForCausalLM, accelerator, packs=args.packing)
     description, flops = describe_model(model, args), ModelFlops.of_model(model)
     model = prepare_model(model, weights, args, accelerator, strategy)
     optimizer = build_optimizer(model, args)

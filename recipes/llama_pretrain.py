@@ -220,15 +220,13 @@ def main() -> None:
     check_wrapping(args, config, AutoModelForCausalLM, strategy)
     tokenizer = load_tokenizer(args)
     fit_config(args, config, tokenizer, args.max_seq_length, is_own_vocabulary=False)
-    if args.document_masking and args.attn_implementation is None and accelerator.device.type == "cuda":
-        args.attn_implementation = "flex_attention"  # the others would compute and mask the pairs of all documents
     checkpoints = Checkpoints(args, accelerator, strategy, tokenizer)
 
     train_data, sampler, held_out = load_data(args, tokenizer, plan.total)
     evaluate = Evaluation(args, accelerator, tokenizer, held_out, checkpoints)
     num_steps = num_training_steps(args, sampler.num_examples, plan.total)
 
-    model, weights = load_model(args, config, AutoModelForCausalLM, accelerator)
+    model, weights = load_model(args, config, AutoModelForCausalLM, accelerator, packs=args.document_masking)
     description, flops = describe_model(model, args), ModelFlops.of_model(model, strategy.context_size)
     model = prepare_model(model, weights, args, accelerator, strategy)
     optimizer = build_optimizer(model, args)
