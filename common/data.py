@@ -495,15 +495,24 @@ def head(dataset: Dataset, max_rows: int | None) -> Dataset:
     return dataset if max_rows is None else dataset.select(range(min(max_rows, len(dataset))))
 
 
-def split(dataset: Dataset, validation_size: float, seed: int) -> tuple[Dataset, Dataset]:
-    """(train, validation): `validation_size` rows drawn by `seed`; below 1 it is a fraction. Rows keep their order."""
+def split(dataset: Dataset, validation_size: float, seed: int, column: str) -> tuple[Dataset, Dataset]:
+    """(train, validation): `validation_size` rows drawn by `seed`; below 1 it is a fraction. Rows keep their order.
+
+    Rows whose `column` has the same text as a row that is set aside are in neither: a model would know the answer.
+    """
     num_rows = len(dataset)
     num_validation = max(1, round(validation_size * num_rows)) if validation_size < 1 else int(validation_size)
     if not 0 < num_validation < num_rows:
         raise UserError(f"{num_rows} rows are too few to set {num_validation} aside for validation")
-    is_validation = np.zeros(num_rows, dtype=bool)
-    is_validation[np.random.default_rng(seed).permutation(num_rows)[:num_validation]] = True
-    return dataset.select(np.flatnonzero(~is_validation)), dataset.select(np.flatnonzero(is_validation))
+    drawn = np.sort(np.random.default_rng(seed).permutation(num_rows)[:num_validation])
+    validation = dataset.select(drawn)
+    held_out = set(validation[column][:])
+    is_train = np.concatenate(
+        [[text not in held_out for text in batch[column]] for batch in dataset.select_columns(column).iter(1000)]
+    )
+    if not is_train.any():
+        raise UserError(f"the {column} of all {num_rows} rows is in the {num_validation} set aside for validation, too")
+    return dataset.select(np.flatnonzero(is_train)), validation
 
 
 def tokenize(

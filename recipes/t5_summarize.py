@@ -127,7 +127,9 @@ def load_articles(args: T5Arguments) -> tuple[Dataset, Dataset, Counter[str]]:
         )
         left_out += dropped
     if "validation" not in splits:
-        splits["train"], splits["validation"] = data.split(splits["train"], args.validation_size, args.seed)
+        rows = splits["train"]
+        splits["train"], splits["validation"] = data.split(rows, args.validation_size, args.seed, "document")
+        left_out += Counter({"copy of a validation document": len(rows) - sum(map(len, splits.values()))})
     train, validation = splits["train"], splits["validation"]
     return data.head(train, args.max_train_samples), data.head(validation, args.max_eval_samples), left_out
 

@@ -328,18 +328,30 @@ def test_squeeze() -> None:
 
 def test_split_is_seeded_and_disjoint() -> None:
     rows = datasets.Dataset.from_dict({"x": list(range(100))})
-    train, validation = data.split(rows, 0.1, seed=1)
+    train, validation = data.split(rows, 0.1, 1, "x")
     assert (len(train), len(validation)) == (90, 10)
     assert sorted(train["x"][:] + validation["x"][:]) == list(range(100))
     assert train["x"][:] == sorted(train["x"][:])
-    assert data.split(rows, 10, seed=1)[1]["x"][:] == validation["x"][:]
-    assert data.split(rows, 0.1, seed=2)[1]["x"][:] != validation["x"][:]
-    assert len(data.split(rows, 0.001, seed=1)[1]) == 1
+    assert data.split(rows, 10, 1, "x")[1]["x"][:] == validation["x"][:]
+    assert data.split(rows, 0.1, 2, "x")[1]["x"][:] != validation["x"][:]
+    assert len(data.split(rows, 0.001, 1, "x")[1]) == 1
     for size in (100, 1000):
         with pytest.raises(UserError, match=f"100 rows are too few to set {size} aside"):
-            data.split(rows, size, seed=1)
+            data.split(rows, size, 1, "x")
     with pytest.raises(UserError, match="1 rows are too few"):
-        data.split(rows.select([0]), 0.1, seed=1)
+        data.split(rows.select([0]), 0.1, 1, "x")
+
+
+def test_copies_of_validation_rows_are_not_trained_on() -> None:
+    rows = datasets.Dataset.from_dict({"text": [str(number // 2) for number in range(3000)], "row": range(3000)})
+    train, validation = data.split(rows, 0.1, 0, "text")
+    assert len(validation) == 300
+    assert not set(train["text"][:]) & set(validation["text"][:])
+    held_out = set(validation["text"][:])
+    assert train["row"][:] == [row for row in range(3000) if str(row // 2) not in held_out]
+    same = datasets.Dataset.from_dict({"text": ["a"] * 10})
+    with pytest.raises(UserError, match="the text of all 10 rows is in the 1 set aside"):
+        data.split(same, 0.1, 0, "text")
 
 
 def test_encode_always_ends_with_the_end_of_sequence(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -394,7 +406,7 @@ def test_tokenizing_is_cached(tmp_path: Path) -> None:
     table(tmp_path, ["a", "bb", "ccc"])
     for _ in range(2):
         rows = data.load_splits(columns=[("text",)], train_file=tmp_path / "table.csv")["train"]
-        rows, _ = data.split(rows, 1, seed=0)
+        rows, _ = data.split(rows, 1, 0, "text")
         assert len(data.tokenize(rows, partial(count_letters, log=log))) == 2
     assert executions(log).total() == 2
     table(tmp_path, ["a", "bb", "dddd"])
@@ -471,7 +483,7 @@ def test_everything_is_done_once(tmp_path: Path, nodes: list[int], num_execution
         rows = data.load_splits(columns=[("text",)], train_file=tmp_path / "table.csv")["train"]
         rows, dropped = data.clean(rows, keep_words, columns=["word"], source="table")
         rows = rows.rename_column("word", "text")
-        parts = data.split(rows, 0.25, seed=3)
+        parts = data.split(rows, 0.25, 3, "text")
         # The second call meets a tokenizer whose state the first one changed on the main process alone.
         function = partial(count_letters, log=log, tokenizer=tokenizer)
         lengths = [data.tokenize(part, function)["length"][:] for part in parts]

@@ -1,6 +1,7 @@
 """The data half of recipes/t5_summarize.py: WikiHow's cleaning and splits, other sources, what ends up in a batch."""
 
 import csv
+import json
 import re
 from collections import Counter
 from pathlib import Path
@@ -166,6 +167,16 @@ def test_missing_wikihow(recipe: ModuleType, tmp_path: Path, name: str) -> None:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Other sources
+
+
+def test_copies_of_a_document_are_on_one_side(recipe: ModuleType, tmp_path: Path) -> None:
+    rows = [{"document": f"Long text number {n // 2} of many.", "summary": f"Text {n}."} for n in range(40)]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    train, validation, left_out = load(recipe, train_file=str(file), validation_size=0.25)
+    assert len(validation) == 10
+    assert not {row["document"] for row in train} & {row["document"] for row in validation}
+    assert left_out["copy of a validation document"] == 30 - len(train) > 0
 
 
 def test_embedded_articles_are_the_default(recipe: ModuleType) -> None:
