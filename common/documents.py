@@ -1,13 +1,14 @@
 """Documents of text files, their tokens, and sequences of a fixed length that are packed from them.
 
-Whether tokens are prepared ahead (`common.prepare`) or as training goes (`common.pretraining`), they come from here and
+Whether tokens are prepared ahead (`common.prepare`) or as training goes (`common.sources`), they come from here and
 are the same: a document is one start token, where the tokenizer has one of its own, its text, one end token; sequences
 are cut from the documents one after another, and what is left of one sequence begins the next.
 """
 
+import itertools
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -47,13 +48,14 @@ class Piece(NamedTuple):
 # Reading
 
 
-def list_documents(text: str, flag: str, text_column: str) -> list[Path]:
+def list_documents(texts: str | Sequence[str], flag: str, text_column: str) -> list[Path]:
     """Files of documents: of paths, folders (searched to the bottom) and patterns, with commas between.
 
-    Raises UserError for what does not exist, has another suffix or lacks the column.
+    Raises UserError for what does not exist, is named twice, has another suffix or lacks the column.
     """
     files: list[Path] = []
-    for path in map(Path, expand_paths(text, flag)):
+    texts = [texts] if isinstance(texts, str) else texts
+    for path in map(Path, itertools.chain.from_iterable(expand_paths(text, flag) for text in texts)):
         if path.is_dir():
             found = sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES and file.is_file())
             if not found:
@@ -65,7 +67,11 @@ def list_documents(text: str, flag: str, text_column: str) -> list[Path]:
             raise UserError(f"{flag} {path}: a file ending in {', '.join(SUFFIXES)} is expected.")
         else:
             files.append(path)
+    named: set[Path] = set()
     for file in files:
+        if file.resolve() in named:
+            raise UserError(f"{flag}: {file} is named twice; take one of them out.")
+        named.add(file.resolve())
         names = [text_column] if file.suffix == ".txt" else _names(file)
         if text_column not in names:
             raise UserError(f"{file}: no column {text_column!r}; it has {', '.join(names)}: choose with --text_column.")

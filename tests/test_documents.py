@@ -108,6 +108,16 @@ def test_columns_are_checked_in_every_file(tmp_path: Path) -> None:
         list_documents(f"{tmp_path}/no-such.txt", "--train_file", "text")
 
 
+def test_a_file_is_named_once(tmp_path: Path) -> None:
+    file = write(tmp_path, "jsonl", ["a"])
+    (tmp_path / "link").symlink_to(tmp_path)
+    for text in (f"{tmp_path}/*.jsonl,{file}", f"{tmp_path},{file}", f"{file},{tmp_path}/link/{file.name}"):
+        with pytest.raises(UserError, match=rf"--train_file: .*{file.name} is named twice"):
+            list_documents(text, "--train_file", "text")
+    with pytest.raises(UserError, match=rf"FILE: {file} is named twice"):
+        list_documents([str(file), str(file)], "FILE", "text")
+
+
 def test_each_document_has_one_start_and_one_end(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
     """Also where its text spells them, and for a document in pieces."""
     encoder = Encoder(tokenizer)

@@ -69,8 +69,7 @@ def prepare(args: Arguments) -> None:
     for path in map(Path, args.files):
         if path.is_dir() and path.resolve() in args.output.resolve().parents:
             raise UserError(f"--output {args.output}: it lies in {path}, whose files are read; give another folder.")
-    train = [file for path in args.files for file in list_documents(path, "FILE", args.text_column)]
-    splits = {"train": train}
+    splits = {"train": list_documents(args.files, "FILE", args.text_column)}
     if args.validation_file:
         splits["validation"] = list_documents(args.validation_file, "--validation_file", args.text_column)
     tokenizer = load_tokenizer(ModelArguments(tokenizer_name_or_path=args.tokenizer), "--tokenizer")
