@@ -390,6 +390,8 @@ class MatchGame:
 
     def __init__(self, opening: Sequence[str], model_color: chess.Color) -> None:
         self.board = board_after(opening[:OPENING_PLIES])
+        if self.board.is_game_over(claim_draw=True):  # a game as short as that: with its last move to be found
+            self.board.pop()
         self.model_color = model_color
         self.score: float | None = None  # the model's, once the game is over
         self.has_illegal_move = False

@@ -8,7 +8,7 @@ are cut from the documents one after another, and what is left of one sequence b
 import itertools
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -48,7 +48,7 @@ class Piece(NamedTuple):
 # Reading
 
 
-def list_documents(texts: str | Sequence[str], flag: str, text_column: str) -> list[Path]:
+def list_documents(texts: str | list[str], flag: str, text_column: str) -> list[Path]:
     """Files of documents: of paths, folders (searched to the bottom) and patterns, with commas between.
 
     Raises UserError for what does not exist, is named twice, has another suffix or lacks the column.

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedTokenizerBase
 
+from common.arguments import UserError
 from common.checkpoint import EXPECTED_WARNINGS, Checkpoint
 from common.files import publish
 from common.launch import RunFailed
@@ -64,7 +65,7 @@ def export_checkpoint(
 
     Works in one process on the CPU and holds one file of weights in memory at a time. dtype: of the floating-point
     weights; None keeps the saved one. The folder appears once transformers has found in it each weight that the model
-    has and no other. Raises `RunFailed` when it does not.
+    has and no other. Raises `RunFailed` when it does not, `UserError` for a size that is none.
     """
     for message in EXPECTED_WARNINGS:
         warnings.filterwarnings("ignore", message=message)
@@ -74,9 +75,11 @@ def export_checkpoint(
             assert isinstance(entry, TensorStorageMetadata)
             saved[name.removeprefix("model.")] = torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
     dtypes = {name: dtype if dtype and tensor.is_floating_point() else tensor.dtype for name, tensor in saved.items()}
-    split = split_torch_state_dict_into_shards(
-        {name: tensor.to(dtypes[name]) for name, tensor in saved.items()}, max_shard_size=max_shard_size
-    )
+    converted = {name: tensor.to(dtypes[name]) for name, tensor in saved.items()}
+    try:
+        split = split_torch_state_dict_into_shards(converted, max_shard_size=max_shard_size)
+    except ValueError as error:
+        raise UserError(f"--max_shard_size {max_shard_size}: a size such as 500MB or 5GB is expected.") from error
     temporary = folder.with_name(folder.name + ".tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     shutil.copytree(checkpoint.huggingface_folder, temporary)

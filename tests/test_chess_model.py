@@ -447,6 +447,8 @@ def test_checkmate_and_draws_count_for_the_model() -> None:
     for move in ("g1f3", "g8f6", "f3g1", "f6g8") * 2:
         game.push(chess.Move.from_uci(move))
     assert game.score == 0.5  # threefold repetition
+    mated = cm.MatchGame(["f2f3", "e7e5", "g2g4", "d8h4"], chess.WHITE)
+    assert mated.moves == ("f2f3", "e7e5", "g2g4") and mated.score is None, "there is a move left to play"
 
 
 def test_engines_are_found_or_named(tmp_path: Path) -> None:

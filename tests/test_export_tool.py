@@ -109,6 +109,12 @@ def test_an_existing_folder_is_left_alone(run_folder: Path, tmp_path: Path, caps
     assert [path.name for path in tmp_path.iterdir()] == ["kept"]
 
 
+def test_a_size_that_is_none(run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert export.main([str(run_folder), str(tmp_path / "new"), "--max_shard_size", "5Q"]) == 2
+    assert capsys.readouterr().err == "error: --max_shard_size 5Q: a size such as 500MB or 5GB is expected.\n"
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_folder_without_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert export.main([str(tmp_path), str(tmp_path / "exported")]) == 2
     assert "it has no manifest.json" in capsys.readouterr().err
