@@ -34,10 +34,14 @@ def bad_utf8_line(path: Path | str) -> int:
 def write_text(path: Path, text: str) -> None:
     """Write a file at once: under its name is the old content or the new one."""
     temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError:  # a full disk
+        temporary.unlink(missing_ok=True)
+        raise
     temporary.replace(path)
     sync(path.parent)
 

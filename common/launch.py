@@ -565,10 +565,17 @@ def _lock(folder: Path) -> None:
         return
 
 
+_banner = ""  # as it was printed
+
+
 def write_config(args: TrainArguments) -> None:
-    """Write config.yaml, everything that is in effect, into the output folder; the main process calls it."""
+    """Write config.yaml, everything that is in effect, into the output folder; the main process calls it.
+
+    The banner stands above the settings as a comment: what the accelerate YAML says is no setting of the recipe.
+    """
+    comment = "".join(f"# {line}\n" for line in _banner.splitlines())
     text = yaml.safe_dump(args.to_dict(), sort_keys=False)
-    write_text(Path(str(args.output_dir)) / "config.yaml", text)
+    write_text(Path(str(args.output_dir)) / "config.yaml", comment + text)
 
 
 @contextmanager
@@ -580,12 +587,14 @@ def _quiet_accelerate():
 
 
 def banner(args: TrainArguments, accelerator: Accelerator, strategy: Strategy, **rows: str) -> None:
-    """Print what is in effect, the launch and the recipe's own rows, on the main process."""
+    """Print what is in effect, the launch and the recipe's own rows, on the main process; config.yaml has it, too."""
+    global _banner
     title = Path(sys.argv[0]).stem
     all_rows = {**_launch_rows(args, accelerator, strategy), **rows}
     lines = [f"== {title} " + "=" * (96 - len(title))]
     lines += [f"  {name:<12} {value}" for name, value in all_rows.items() if value]
-    accelerator.print("\n".join(lines), flush=True)
+    _banner = "\n".join(lines)
+    accelerator.print(_banner, flush=True)
 
 
 def _launch_rows(args: TrainArguments, accelerator: Accelerator, strategy: Strategy) -> dict[str, str | None]:

@@ -174,10 +174,22 @@ class RunLog:
         self.trackers.log(step, metrics)
 
     def finish(self, model_folder: Path | None = None) -> None:
-        """Close the trackers, after uploading the exported model to wandb where a folder is given."""
+        """Write report.html and close the trackers, after uploading the exported model to wandb where it is given."""
         if model_folder is not None:
             self.trackers.upload_model(model_folder)
         self.trackers.finish()
+        self._write_report()
+
+    def _write_report(self) -> None:
+        folder = self.file.path.parent
+        if not (self.file.is_main_process and self.file.path.is_file()):  # another process, or nothing was logged
+            return
+        try:
+            from common.report import FILE, write_report  # plotly: not for processes that write none
+
+            write_report([folder], folder / FILE)
+        except Exception as error:  # the run is done, and tools/report.py makes the page as well
+            print(f"warning: no report.html ({' '.join(str(error).split())}); `python tools/report.py {folder}` again.")
 
 
 def _wandb_tracker(

@@ -70,6 +70,7 @@ def test_a_file_is_the_old_one_until_it_is_the_new_one(
         with pytest.raises(OSError, match="No space left"):
             write()
         assert path.read_text() == "old\n"
+        assert [file.name for file in tmp_path.iterdir()] == ["config.yaml"], "no room is taken by half a file"
 
 
 def test_a_locked_folder_that_is_removed_is_made_again(tmp_path: Path) -> None:

@@ -171,6 +171,15 @@ def trained(forked: ForkedParent, tmp_path_factory: pytest.TempPathFactory, text
     return output, result.output
 
 
+def test_the_output_folder_says_how_it_was_made(trained: tuple[Path, str]) -> None:
+    output, printed = trained
+    comment = [line[2:] for line in (output / "config.yaml").read_text().splitlines() if line.startswith("# ")]
+    start = printed.index("== ")
+    assert printed[start:].startswith("\n".join(comment)) and any("one device" in line for line in comment)
+    assert f"curves {output / 'report.html'}" in printed
+    assert all(part in (output / "report.html").read_text() for part in ("one device", "eval_loss", "newPlot"))
+
+
 def test_loss_falls_and_evaluation_is_exact(recipe: ModuleType, trained: tuple[Path, str]) -> None:
     lines = read_metrics(trained[0])
     losses = [line["loss"] for line in lines if "loss" in line]

@@ -8,8 +8,8 @@ import pytest
 from accelerate import Accelerator
 from accelerate.tracking import TensorBoardTracker, WandBTracker
 
-from common.arguments import UserError
-from common.tracking import MetricsLog, Trackers, format_metrics, wandb_mode
+from common.arguments import TrainArguments, UserError
+from common.tracking import MetricsLog, RunLog, Trackers, format_metrics, wandb_mode
 from tests.forked import ForkedParent
 
 
@@ -96,6 +96,20 @@ def test_tensorboard_events(tmp_path: Path) -> None:
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert [(event.step, event.value) for event in events.Scalars("loss")] == [(3, 0.5), (4, 0.25)]
+
+
+def test_a_report_that_cannot_be_written_is_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    args = TrainArguments(output_dir=str(tmp_path), report_to="none")
+    log = RunLog(args, Accelerator(cpu=True), project="p")
+    log.finish()
+    assert not (tmp_path / "report.html").exists(), "nothing was logged"
+    log.log(1, {"loss": 2.0})
+    (tmp_path / "report.html").mkdir()
+    log.finish()
+    assert "warning: no report.html (" in (printed := capsys.readouterr().out) and "Traceback" not in printed
+    (tmp_path / "report.html").rmdir()
+    log.finish()
+    assert capsys.readouterr().out == "" and (tmp_path / "report.html").is_file()
 
 
 def test_model_goes_to_wandb_as_an_artifact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
