@@ -712,27 +712,19 @@ def _from_text(key: str, value: Any) -> Any:
     return value
 
 
-def check_model(launch: LaunchConfig, model: "PreTrainedModel", recipe_without_slices: str | None = None) -> list[str]:
+def check_model(launch: LaunchConfig, model: "PreTrainedModel", no_slices: str | None = None) -> list[str]:
     """Problems of checked settings with this model, which may be on the meta device; one line each.
 
-    recipe_without_slices: name of the recipe where it cannot train on slices of sequences (context parallelism).
+    no_slices: why the recipe cannot train on slices of sequences (context parallelism), if it cannot.
     """
     plan = _flatten(read_config(launch.path)) if launch.path else {}
     for name, value in launch.flags.items():
         plan |= _setting(name, value)
-    return [f"{launch.named(key)}: {text}." for key, text in _model_problems(plan, model, recipe_without_slices)]
-
-
-def no_slices(recipe: str) -> str:
-    """What is wrong with context parallelism in a recipe whose batches and metrics are of whole sequences."""
-    return (
-        f"{recipe} does not train on slices of sequences (context parallelism); the recipes llama_pretrain and "
-        "gpt_shakespeare do. Take another YAML"
-    )
+    return [f"{launch.named(key)}: {text}." for key, text in _model_problems(plan, model, no_slices)]
 
 
 def _model_problems(
-    plan: Mapping[str, Any], model: "PreTrainedModel", recipe_without_slices: str | None
+    plan: Mapping[str, Any], model: "PreTrainedModel", no_slices: str | None
 ) -> Iterator[tuple[str, str]]:
     """Keys and what is wrong with their values."""
     name = type(model).__name__
@@ -743,8 +735,8 @@ def _model_problems(
     if plan.get("parallelism_config_cp_size", 1) > 1:
         from common.context_parallel import model_problem
 
-        if recipe_without_slices:
-            yield "parallelism_config_cp_size", no_slices(recipe_without_slices)
+        if no_slices:
+            yield "parallelism_config_cp_size", no_slices
         elif problem := model_problem(model):
             yield "parallelism_config_cp_size", problem
     policy = plan.get("fsdp_auto_wrap_policy")

@@ -202,8 +202,13 @@ class TrainArguments(
 
     presets: ClassVar[tuple[str, str]]
     """Presets taken without --config: (where there are no GPUs, where there are GPUs)."""
-    slices_sequences: ClassVar[bool] = False
-    """The recipe's batches and metrics may be cut along the sequence (context parallelism)."""
+
+    def no_slices(self) -> str | None:
+        """Why batches and metrics cannot be cut along the sequence (context parallelism); None: they can."""
+        return (
+            "this recipe does not train on slices of sequences (context parallelism); the recipes llama_pretrain and "
+            "gpt_shakespeare do. Take another YAML"
+        )
 
     def acting(self) -> dict[tuple[str, str], bool]:
         """(flag, another setting that it waits for): whether it has an effect. Recipes add theirs."""

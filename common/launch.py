@@ -35,7 +35,7 @@ from accelerate.utils import (
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from common import arguments, memory
-from common.accelerate_config import LaunchConfig, check_launch, no_slices, wrap_class_names
+from common.accelerate_config import LaunchConfig, check_launch, wrap_class_names
 from common.arguments import TrainArguments, UserError, is_first_process, plan_batch
 from common.files import write_text
 from common.optim import LossScale
@@ -238,8 +238,8 @@ def build_accelerator(args: TrainArguments) -> tuple[Accelerator, Strategy]:
     backward_prefetch = _hide("FSDP_BACKWARD_PREFETCH") if requested == "fsdp2" else None
     forward_prefetch = requested == "fsdp2" and _flag("FSDP_FORWARD_PREFETCH")
     parallelism = _parallelism(num_processes)
-    if parallelism.cp_size > 1 and not args.slices_sequences:
-        raise UserError(f"{launch.named('parallelism_config_cp_size')}: {no_slices(Path(sys.argv[0]).stem)}.")
+    if parallelism.cp_size > 1 and (reason := args.no_slices()):
+        raise UserError(f"{launch.named('parallelism_config_cp_size')}: {reason}.")
     with _quiet_accelerate():
         accelerator = Accelerator(
             # Precision is applied with the sharding: accelerate would wrap forwards and scale losses a second time.

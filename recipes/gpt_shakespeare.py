@@ -48,7 +48,6 @@ SAMPLE_FILE = Path(__file__).resolve().parent / "samples" / "wikihow_articles.cs
 @dataclass
 class GPTArguments(TrainArguments):
     presets: ClassVar[tuple[str, str]] = ("gpt_shakespeare_demo", "gpt_shakespeare_124m")
-    slices_sequences: ClassVar[bool] = True
 
     text_file: str | None = arg(None, "UTF-8 text to learn (default: the embedded articles).")
     validation_size: float = arg(0.1, "End of the text that is set aside, in characters; below 1: a fraction.")
@@ -59,6 +58,9 @@ class GPTArguments(TrainArguments):
     prompt: str | None = arg(None, "Text to go on from after training (with --max_steps 0: at once).")
     max_new_tokens: int = arg(200, "Tokens that follow the prompt.")
     temperature: float = arg(0.8, "Of sampling after the prompt; 0: always the likeliest token.")
+
+    def no_slices(self) -> str | None:
+        return None
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -64,7 +64,6 @@ SAMPLE_FILE = Path(__file__).resolve().parent / "samples" / "wikihow_articles.cs
 @dataclass
 class LlamaArguments(TrainArguments):
     presets: ClassVar[tuple[str, str]] = ("llama_pretrain_demo", "llama_pretrain_8b")
-    slices_sequences: ClassVar[bool] = True
 
     train_file: str | None = arg(
         None,
@@ -92,6 +91,14 @@ class LlamaArguments(TrainArguments):
             ("max_train_samples", "streaming"): not self.streaming,
             ("validation_size", "validation_file"): self.validation_file is None or self.validation_size == 0,
         }
+
+    def no_slices(self) -> str | None:
+        if not self.document_masking:
+            return None
+        return (
+            "context parallelism has plain causal attention only, and documents are not to see each other: set "
+            "--document_masking false, or take another YAML"
+        )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -209,11 +216,6 @@ class Evaluation:
 def main() -> None:
     args = parse_args(LlamaArguments)
     accelerator, strategy = build_accelerator(args)
-    if args.document_masking and strategy.context_size > 1:
-        raise UserError(
-            "--document_masking: context parallelism (parallelism_config_cp_size) has plain causal attention only; set "
-            "it to false, or take another YAML."
-        )
     plan = plan_batch(args, accelerator.num_processes, strategy.context_size)
     config = load_config(args)
     check_kind(config, AutoModelForCausalLM)

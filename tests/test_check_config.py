@@ -95,20 +95,30 @@ def test_a_recipe_is_found_as_a_user_calls_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("recipe", "is_fine"), [("gpt_shakespeare", True), ("chess_finetune", False), ("t5_summarize", False)]
+    ("arguments", "problem"),
+    [
+        (["--recipe=gpt_shakespeare"], ""),
+        (["--recipe=chess_finetune"], "this recipe does not train on slices of sequences"),
+        (["--config=t5_summarize_demo"], "this recipe does not train on slices of sequences"),
+        (["--recipe=llama_pretrain"], "context parallelism has plain causal attention only"),
+        (["--recipe=llama_pretrain", "--config={folder}/plain.yaml"], ""),
+    ],
 )
-def test_context_parallelism_with_a_recipe(recipe: str, is_fine: bool, capsys: pytest.CaptureFixture[str]) -> None:
-    assert check_config.main(["fsdp_context_parallel", "--recipe", recipe]) == (0 if is_fine else 2)
+def test_context_parallelism_with_a_recipe(
+    arguments: list[str], problem: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    preset = (REPOSITORY / "recipes" / "configs" / "llama_pretrain_demo.yaml").read_text()
+    (tmp_path / "plain.yaml").write_text(preset.replace("document_masking: true", "document_masking: false"))
+    arguments = [argument.format(folder=tmp_path) for argument in arguments]
+    assert check_config.main(["fsdp_context_parallel", *arguments]) == (2 if problem else 0)
     err = capsys.readouterr().err
     (line,) = [
         number
         for number, text in enumerate((CONFIGS / "fsdp_context_parallel.yaml").read_text().splitlines(), start=1)
         if "parallelism_config_cp_size" in text
     ]
-    expected = (
-        f"accelerate_configs/fsdp_context_parallel.yaml:{line}: parallelism_config_cp_size: {recipe} does not train"
-    )
-    assert err == "" if is_fine else err.startswith(expected) and err.count("\n") == 1
+    expected = f"accelerate_configs/fsdp_context_parallel.yaml:{line}: parallelism_config_cp_size: {problem}"
+    assert err.startswith(expected) and err.count("\n") == 1 if problem else err == ""
 
 
 @pytest.mark.parametrize(

@@ -193,8 +193,8 @@ def test_evaluation_and_generation_are_those_of_one_process(forked: ForkedParent
 @pytest.mark.parametrize(
     ("recipe", "said"),
     [
-        ("t5_summarize", ".yaml:11: parallelism_config_cp_size: t5_summarize does not train on slices"),
-        ("llama_pretrain", "--document_masking: context parallelism"),
+        ("t5_summarize", ".yaml:11: parallelism_config_cp_size: this recipe does not train on slices"),
+        ("llama_pretrain", ".yaml:11: parallelism_config_cp_size: context parallelism has plain causal attention only"),
     ],
 )
 def test_recipes_whose_batches_cannot_be_sliced_refuse(

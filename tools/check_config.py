@@ -79,12 +79,18 @@ def model_of(settings: dict[str, Any]) -> "PreTrainedModel":
     return meta_model(args, config, AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM)
 
 
-def slices_sequences(recipe: str) -> bool:
-    """Whether context parallelism can be used in it."""
-    from common.arguments import TrainArguments
+def no_slices(args: argparse.Namespace) -> str | None:
+    """Why context parallelism cannot be used in the recipe with its preset; None: it can, or no recipe is known."""
+    names = sorted(path.stem for path in (REPOSITORY / "recipes").glob("*.py"))
+    recipe = args.recipe or next((name for name in names if Path(args.config or "").stem.startswith(name)), None)
+    if recipe is None:
+        return None
+    from common.arguments import TrainArguments, parse_args
 
     content = runpy.run_path(str(REPOSITORY / "recipes" / f"{recipe}.py")).values()
-    return any(issubclass(item, TrainArguments) and item.slices_sequences for item in content if isinstance(item, type))
+    types = (item for item in content if isinstance(item, type) and issubclass(item, TrainArguments))
+    own = next(item for item in types if item is not TrainArguments)
+    return parse_args(own, ["--config", args.config or f"{recipe}_demo"]).no_slices()
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -95,7 +101,7 @@ def main(argv: list[str] | None = None) -> int:
         files = [find(name, SHIPPED, "file") for name in args.files] or sorted(SHIPPED.glob("*.yaml"))
         settings = model_settings(args)
         model = model_of(settings) if settings else None
-        recipe_without_slices = None if args.recipe is None or slices_sequences(args.recipe) else args.recipe
+        reason = no_slices(args)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_USAGE
@@ -106,9 +112,7 @@ def main(argv: list[str] | None = None) -> int:
         if not problems:
             config = accelerate_config.read_config(path)
             if model is not None:
-                problems = accelerate_config.check_model(
-                    accelerate_config.LaunchConfig(path, flags), model, recipe_without_slices
-                )
+                problems = accelerate_config.check_model(accelerate_config.LaunchConfig(path, flags), model, reason)
         if problems:
             exit_code = EXIT_USAGE
             print("\n".join(problems), file=sys.stderr)

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import Any
 
 import accelerate.utils.launch
 import pytest
@@ -162,7 +162,8 @@ def fake_torchao() -> ModuleType:
 
 
 class CausalArguments(TrainArguments):
-    slices_sequences: ClassVar[bool] = True
+    def no_slices(self) -> None:
+        return None
 
 
 def observe(args: TrainArguments, saves: bool) -> dict[str, Any]:
