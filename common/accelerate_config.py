@@ -249,9 +249,11 @@ def _note_line(file: _File, section: str, name: str, node: yaml.Node, value: yam
     if (section, name) in file.lines:
         first = file.lines[section, name]
         file.slips.append(f"{file.path}:{line}: {name}: given twice, first in line {first}; remove one.")
-    if value.tag == "tag:yaml.org,2002:int" and ":" in value.value:
-        file.slips.append(f"{file.path}:{line}: {name}: found {value.value}, a number to the base of 60 in YAML; write "
-                          "it without a colon.")  # fmt: skip
+    if value.tag == "tag:yaml.org,2002:int":
+        for pattern, base, sign in ((":", 60, "a colon"), (r"^[-+]?0\d", 8, "the zero in front")):
+            if re.search(pattern, value.value):
+                file.slips.append(f"{file.path}:{line}: {name}: found {value.value}, a number to the base of {base} in "
+                                  f"YAML; write it without {sign}.")  # fmt: skip
     file.lines[section, name] = line
 
 

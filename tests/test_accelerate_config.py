@@ -445,12 +445,17 @@ def test_all_problems_are_reported_in_the_order_of_the_file(tmp_path: Path) -> N
     assert "given twice, first in line 5" in problems[0]
 
 
-def test_numbers_with_a_colon(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "problem"),
+    [
+        ("1:30", "a number to the base of 60 in YAML; write it without a colon"),
+        ("010", "a number to the base of 8 in YAML; write it without the zero in front"),
+    ],
+)
+def test_numbers_to_another_base(number: str, problem: str, tmp_path: Path) -> None:
     path = tmp_path / "bad.yaml"
-    path.write_text("distributed_type: MULTI_GPU\nnum_processes: 1:30\n")
-    assert check_config(path) == [
-        f"{path}:2: num_processes: found 1:30, a number to the base of 60 in YAML; write it without a colon."
-    ]
+    path.write_text(f"distributed_type: MULTI_GPU\nnum_processes: {number}\nmachine_rank: 0\n")
+    assert check_config(path) == [f"{path}:2: num_processes: found {number}, {problem}."]
 
 
 def test_what_the_file_has_wrong_is_the_file_s_also_beside_a_flag(write: Callable[..., Path]) -> None:
