@@ -186,11 +186,14 @@ def train(
     )
     if num_steps == 0:
         progress = Progress(**saved["progress"]) if saved else progress
-        # What a run has logged stays as it is.
-        is_own = checkpoints.last_saved_step is not None
-        _evaluate_only(accelerator, None if is_own else log, evaluate, progress.step)
-        log.finish()
+        if checkpoints.last_saved_step is None:
+            log.start()
+            _evaluate_only(accelerator, log, evaluate, progress.step)
+            log.finish()
+        else:  # what a run has logged stays as it is
+            _evaluate_only(accelerator, None, evaluate, progress.step)
         return progress
+    log.start()
     if saved is not None:
         progress = Progress(**saved["progress"])
         why = checkpoints.other_choice(args.metric_for_best_model)

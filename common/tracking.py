@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from netrc import NetrcParseError, netrc
@@ -129,7 +130,8 @@ class Trackers:
         """Send an exported model to wandb as an artifact."""
         for tracker in [tracker for tracker in self._trackers if tracker.name == "wandb"]:
             run = tracker.tracker
-            self._guard("wandb", run.log_artifact, str(folder), name=folder.parent.name, type="model")
+            name = re.sub(r"[^\w.-]", "-", folder.parent.name)  # wandb takes no other characters
+            self._guard("wandb", run.log_artifact, str(folder), name=name, type="model")
 
     def finish(self) -> None:
         """Close the runs; call it once, at the end."""
@@ -150,46 +152,55 @@ class RunLog:
     """Where a run's metrics go: metrics.jsonl, and the trackers of --report_to."""
 
     def __init__(self, args: TrainArguments, accelerator: Accelerator, project: str, run_id: str | None = None) -> None:
-        output_dir = Path(str(args.output_dir))
-        self.file = MetricsLog(output_dir, accelerator.is_main_process)
+        """run_id: of the wandb run to go on with."""
+        self.folder = Path(str(args.output_dir))
+        self.file = MetricsLog(self.folder, accelerator.is_main_process)
+        self.trackers: Trackers | None = None
+        self._args, self._accelerator, self._project, self._run_id = args, accelerator, project, run_id
+
+    def start(self) -> None:
+        """Start the trackers; once the output folder is the run's, and nothing is left that would refuse the run."""
+        args = self._args
         self.trackers = Trackers(
-            accelerator,
+            self._accelerator,
             tracker_names(args.report_to),
-            output_dir=output_dir,
-            project=args.wandb_project or project,
-            run_name=args.run_name or output_dir.name,
+            output_dir=self.folder,
+            project=args.wandb_project or self._project,
+            run_name=args.run_name or self.folder.name,
             entity=args.wandb_entity,
-            run_id=run_id,
+            run_id=self._run_id,
             config=args.to_dict(),
         )
 
     @property
     def run_id(self) -> str | None:
         """Identity of the wandb run on the main process, if there is one."""
-        return self.trackers.run_id
+        return self.trackers.run_id if self.trackers else None
 
     def log(self, step: int, metrics: Metrics) -> None:
         """Write the metrics of a step; the main process acts, all may call it."""
         self.file.log(step, metrics)
-        self.trackers.log(step, metrics)
+        if self.trackers:
+            self.trackers.log(step, metrics)
 
     def finish(self, model_folder: Path | None = None) -> None:
         """Write report.html and close the trackers, after uploading the exported model to wandb where it is given."""
-        if model_folder is not None:
-            self.trackers.upload_model(model_folder)
-        self.trackers.finish()
+        if self.trackers:
+            if model_folder is not None:
+                self.trackers.upload_model(model_folder)
+            self.trackers.finish()
         self._write_report()
 
     def _write_report(self) -> None:
-        folder = self.file.path.parent
         if not (self.file.is_main_process and self.file.path.is_file()):  # another process, or nothing was logged
             return
         try:
             from common.report import FILE, write_report  # plotly: not for processes that write none
 
-            write_report([folder], folder / FILE)
+            write_report([self.folder], self.folder / FILE)
         except Exception as error:  # the run is done, and tools/report.py makes the page as well
-            print(f"warning: no report.html ({' '.join(str(error).split())}); `python tools/report.py {folder}` again.")
+            reason = " ".join(str(error).split())
+            print(f"warning: no report.html ({reason}); `python tools/report.py {self.folder}` again.")
 
 
 def _wandb_tracker(

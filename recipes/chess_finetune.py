@@ -249,7 +249,6 @@ def main() -> None:
     scheduler = build_scheduler(optimizer, args, num_steps, steps_per_epoch=len(train_data) / plan.total)
     peak_flops = peak_flops_per_second(accelerator.device, compute_dtype(args, strategy))
 
-    # Not before: a mistake in data or model must leave no run in the trackers.
     log = RunLog(args, accelerator, project="chess-finetune", run_id=checkpoints.tracker_run_id)
     sizes = f"{len(train_games):,} training games in {len(train_data):,} examples, {len(eval_games):,} for validation"
     banner(

@@ -175,7 +175,6 @@ def main() -> None:
     scheduler = build_scheduler(optimizer, args, num_steps, steps_per_epoch=len(train_data) / plan.total)
     peak_flops = peak_flops_per_second(accelerator.device, compute_dtype(args, strategy))
 
-    # Not before: a mistake in data or model must leave no run in the trackers.
     log = RunLog(args, accelerator, project="gpt-shakespeare", run_id=checkpoints.tracker_run_id)
     sizes = f"{len(train_data.tokens):,} training and {len(eval_data.tokens):,} validation tokens"
     banner(

@@ -235,7 +235,6 @@ def main() -> None:
     scheduler = build_scheduler(optimizer, args, num_steps, steps_per_epoch=sampler.num_examples / plan.total)
     peak_flops = peak_flops_per_second(accelerator.device, compute_dtype(args, strategy))
 
-    # Not before: a mistake in data or model must leave no run in the trackers.
     log = RunLog(args, accelerator, project="llama-pretrain", run_id=checkpoints.tracker_run_id)
     banner(
         args, accelerator, strategy, model=description, sharding=describe_units(model),

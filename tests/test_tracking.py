@@ -123,8 +123,9 @@ def test_model_goes_to_wandb_as_an_artifact(tmp_path: Path, monkeypatch: pytest.
         monkeypatch.setattr(WandBTracker, name, lambda *args: None)
     monkeypatch.setattr(WandBTracker, "tracker", Run())
     trackers = make_trackers(Accelerator(cpu=True), ["wandb", "tensorboard"], tmp_path)
-    trackers.upload_model(tmp_path / "run" / "model")
-    assert calls == [((str(tmp_path / "run" / "model"),), {"name": "run", "type": "model"})]
+    folder = tmp_path / "run lr=1e-3" / "model"
+    trackers.upload_model(folder)
+    assert calls == [((str(folder),), {"name": "run-lr-1e-3", "type": "model"})]
 
 
 @pytest.mark.parametrize("method", ["start", "store_init_configuration", "log", "finish"])

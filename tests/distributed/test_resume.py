@@ -393,6 +393,20 @@ def test_the_best_model_is_judged_by_the_same_examples(
     assert re.search(said, done.output), done.output
 
 
+def test_tensorboard_in_a_fresh_an_overwritten_and_a_resumed_run(forked: ForkedParent, tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
+
+    output = tmp_path / "run"
+    for more in ([], ["--overwrite_output_dir"], ["--resume_from_checkpoint=latest", "--max_steps=3"]):
+        result = train(forked, output, *saving(1), "--max_steps=2", "--report_to=tensorboard", *more)
+        assert "warning" not in result.output
+        events = EventAccumulator(str(output / "tensorboard"))
+        events.Reload()
+        losses = [(event.step, event.value) for event in events.Scalars("loss")]
+        assert losses == [(step, pytest.approx(values[0])) for step, values in series(output).items()]
+    assert len(losses) == 3
+
+
 @pytest.mark.full
 def test_wandb_goes_on_with_the_same_run(forked: ForkedParent, tmp_path: Path) -> None:
     output = tmp_path / "run"
