@@ -52,13 +52,14 @@ def peak_bytes(
     """
     model.train()
     blocks = [module for module in model.modules() if type(module).__name__ in (model._no_split_modules or ())]
-    for module in (model, *blocks):  # blocks too: checkpointing runs them again outside the model's forward
+    head = model.get_output_embeddings()
+    assert head is not None
+    # Blocks and head too: checkpointing runs them again outside the model's forward.
+    for module in (model, *blocks, head):
         module.forward = _in_gpu_kernels(module.forward, autocast)
     if recomputes:
         for block in blocks:
             block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
-    head = model.get_output_embeddings()
-    assert head is not None
     set_training_loss(model, head, loss_chunk_tokens, None)
     live = _LiveBytes(model, has_padding=model.config.is_encoder_decoder)
     for parameter in model.parameters():

@@ -6,8 +6,8 @@ allocator's slack (a few percent) and the CUDA context (about half a GiB) come o
 """
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -32,14 +32,15 @@ class ModelSize:
 
     shapes: tuple[tuple[int, ...], ...]
     largest_unit: int
-    """Parameters of the largest block."""
+    """Parameters of the largest unit: a block, or blocks that are gathered together."""
     rest: int
     """Parameters outside the blocks."""
 
     @classmethod
-    def of(cls, model: nn.Module, blocks: Iterable[nn.Module]) -> "ModelSize":
+    def of(cls, model: nn.Module, blocks: Iterable[nn.Module], blocks_per_unit: int = 1) -> "ModelSize":
         """Of a model that is not yet sharded (its parameters may be on the meta device), and its blocks."""
-        units = [sum(parameter.numel() for parameter in block.parameters()) for block in blocks]
+        sizes = [sum(parameter.numel() for parameter in block.parameters()) for block in blocks]
+        units = [sum(sizes[start : start + blocks_per_unit]) for start in range(0, len(sizes), blocks_per_unit)]
         shapes = tuple(tuple(parameter.shape) for parameter in model.parameters() if parameter.requires_grad)
         total = sum(math.prod(shape) for shape in shapes)
         return cls(shapes, max(units, default=0), max(total - sum(units), 0))
@@ -123,7 +124,7 @@ def estimate(size: ModelSize, layout: Layout, types: Types) -> Estimate:
     """State of a training run on the device that has most of it.
 
     AdamW and Adadelta keep two numbers of the parameters' type for each, Adafactor rows and columns (counted as none).
-    Gathered, with FSDP: what is outside the blocks; two blocks, the one in use and the next; and the gradient of one
+    Gathered, with FSDP: what is outside the blocks; two units, the one in use and the next; and the gradient of one
     before it is summed, in the compute type and in that of the sum. Without FSDP: autocast's copy of every weight.
     """
     local = size.per_device(layout.num_shards)
@@ -146,9 +147,40 @@ def fits(state: Estimate, device_bytes: int) -> bool:
     return state.total <= FITTING_FRACTION * device_bytes
 
 
-def largest_batch(state: Estimate, sequence_bytes: int, device_bytes: int) -> int:
-    """Sequences that a device can take at a time beside the state, each with so many bytes of activations; 0: none."""
-    return max(0, int((1 - RESERVED_FRACTION) * device_bytes - state.total) // sequence_bytes)
+@dataclass(frozen=True)
+class Activations:
+    """Bytes that sequences take on a device besides the state.
+
+    Up to `num_equal` sequences each takes `one`, beyond them all take `fixed` and each `more`: the logits of
+    --loss_chunk_tokens positions are there once, however many sequences there are.
+    """
+
+    one: int
+    more: int
+    fixed: int = 0
+    num_equal: int = 1
+
+    @classmethod
+    def count(cls, peak_bytes: Callable[[int], int], num_tokens: int, loss_chunk_tokens: int | None) -> "Activations":
+        """peak_bytes: of so many sequences of `num_tokens` targets."""
+        one = peak_bytes(1)
+        if loss_chunk_tokens is None:
+            return cls(one, one)
+        number = math.ceil(loss_chunk_tokens / num_tokens)
+        first = peak_bytes(number)
+        more = (peak_bytes(2 * number) - first) // number
+        return cls(one, more, first - number * more, number)
+
+    def divided(self, number: int) -> "Activations":
+        """Of sequences that so many devices share."""
+        return replace(self, one=self.one // number, more=self.more // number, fixed=self.fixed // number)
+
+
+def largest_batch(state: Estimate, activations: Activations, device_bytes: int) -> int:
+    """Sequences that a device can take at a time beside the state; 0: none."""
+    room = int((1 - RESERVED_FRACTION) * device_bytes) - state.total
+    few = min(room // activations.one, activations.num_equal)
+    return max(0, few, (room - activations.fixed) // activations.more)
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,8 @@ def _make_optimizer(model: nn.Module, groups: list[dict[str, Any]], args: Optimi
             )
         return _Adafactor(groups, lr=args.learning_rate)
     if args.optim == "adadelta":
-        return torch.optim.Adadelta(groups, lr=args.learning_rate)
+        # All at once, as torch does it on GPUs, each parameter would have two more numbers beside it for the moment.
+        return torch.optim.Adadelta(groups, lr=args.learning_rate, foreach=False)
     return torch.optim.AdamW(
         groups,
         lr=args.learning_rate,

@@ -156,7 +156,7 @@ def _describe_run(
         param_dtype(args).itemsize, compute_dtype(args, strategy).itemsize, reduce_dtype(args, strategy).itemsize,
         args.optim,
     )  # fmt: skip
-    size = memory.ModelSize.of(model, blocks)
+    size = memory.ModelSize.of(model, blocks, args.blocks_per_unit or 1)
     batch_size = args.per_device_train_batch_size
     return memory.Run(size, layout, types, strategy.describe(), num_processes, batch_size, recomputes)
 

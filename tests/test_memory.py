@@ -12,7 +12,7 @@ from common import memory
 from common.accelerate_config import read_config
 from common.arguments import ModelArguments, TrainArguments
 from common.launch import build_accelerator
-from common.memory import GIB, Layout, ModelSize, Types, estimate
+from common.memory import GIB, Activations, Layout, ModelSize, Types, estimate
 from common.models import load_config, load_model
 from common.optim import build_optimizer
 from common.sharding import prepare_model
@@ -166,3 +166,27 @@ if __name__ == "__main__":
     from common.launch import run
 
     run(main)
+
+
+def test_a_batch_beside_a_loss_in_chunks() -> None:
+    """Peaks as they are: the logits of two sequences at most, and what each sequence keeps."""
+    asked = []
+
+    def peak_bytes(number: int) -> int:
+        asked.append(number)
+        return 10 * number + 300 * min(number, 2)
+
+    state, bytes_free = estimate(ModelSize(((1,),), 0, 0), Layout(1, "none"), Types()), 0.9
+    assert state.total == 18
+    for device_bytes in (100, 500, 800, 1000, 1100, 5000):
+        found = memory.largest_batch(state, Activations.count(peak_bytes, 100, 200), device_bytes)
+        fitting = [n for n in range(1, 1000) if peak_bytes(n) <= int(bytes_free * device_bytes) - state.total]
+        assert found == max(fitting, default=0), device_bytes
+    asked.clear()
+    assert Activations.count(peak_bytes, 100, None) == Activations(310, 310) and asked == [1]
+    assert Activations(310, 10, 600, 2).divided(2) == Activations(155, 5, 300, 2)
+
+
+def test_units_of_several_blocks() -> None:
+    model = torch.nn.ModuleList(torch.nn.Linear(number, 1, bias=False) for number in (1, 2, 3, 4, 5))
+    assert [ModelSize.of(model, model[:4], size).largest_unit for size in (1, 2, 3, 9)] == [4, 7, 6, 10]

@@ -67,13 +67,42 @@ def test_numbers_and_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
 def test_activations_are_counted_as_the_run_would_compute(
     counted: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    table(capsys, "--max_seq_length", "96", "--loss_chunk_tokens", "32")
-    common = {"shape": (1, 96), "loss_chunk_tokens": 32}
+    table(capsys, "--max_seq_length", "96", "--loss_chunk_tokens", "200")
     assert counted == [
-        {"dtype": dtype, "autocast": autocast, "recomputes": recomputes, **common}
+        {
+            "dtype": dtype,
+            "autocast": autocast,
+            "recomputes": recomputes,
+            "shape": (number, 96),
+            "loss_chunk_tokens": 200,
+        }
         for dtype, autocast in ((torch.float32, torch.bfloat16), (torch.bfloat16, None))
         for recomputes in (False, True)
+        for number in (1, 3, 6)  # three sequences fill a chunk
     ]
+
+
+def test_a_loss_in_chunks_is_counted(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Under autocast and without, recomputed and not: the head runs again in the backward pass."""
+    monkeypatch.undo()  # the real count
+    flags = ["--config", "llama_pretrain_demo", "--config_overrides", "vocab_size=64000", "--num_processes", "2"]
+    batches = []
+    for more in ([], ["--loss_chunk_tokens", "512"]):
+        assert plan.main([*flags, "--device_memory_gib", "4", *more]) == 0
+        rows = [line for line in capsys.readouterr().out.splitlines() if re.match("ddp |fsdp_full_shard ", line)]
+        batches.append([[int(n.replace(",", "")) for n in re.findall(r"[\d,]+(?=[,)])", row)][:2] for row in rows])
+    for plain, chunked in zip(*batches, strict=True):
+        assert all(after > 3 * before for before, after in zip(plain, chunked, strict=True)), batches
+
+
+def test_blocks_that_are_gathered_together(
+    capsys: pytest.CaptureFixture[str], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    preset = tmp_path_factory.mktemp("preset") / "own.yaml"
+    preset.write_text("blocks_per_unit: 2\n")
+    rows = table(capsys, "--config", str(preset), "--num_processes", "4")
+    one_unit = 2 * (REST + 2 * BLOCK) + 6 * 2 * BLOCK  # both blocks; there is no next unit
+    assert rows["fsdp_full_shard"][0] == f"{(4 * NUM + one_unit) / 2**30:,.1f}"
 
 
 def test_the_optimizer_and_the_type_of_the_preset(
@@ -101,6 +130,7 @@ def test_small_models_are_told_in_mib(monkeypatch: pytest.MonkeyPatch, capsys: p
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
+        ([*SEVEN, "--device_memory_gib", "nan"], "--device_memory_gib nan: expected GiB, such as 80"),
         (["--config", "none"], "--config none: no such preset; there are chess_finetune_100m"),
         (["--model_config_path", "none"], "--model_config_path none: no such file or folder"),
         ([], "give --model_name_or_path"),

@@ -11,6 +11,7 @@ seconds). With --device_memory_gib: how many sequences fit beside the state. All
 import argparse
 import dataclasses
 import functools
+import math
 import sys
 from collections.abc import Sequence
 
@@ -20,7 +21,17 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrained
 from common.accelerate_config import SHIPPED, read_config
 from common.activations import meta_batch, peak_bytes
 from common.arguments import ModelArguments, UserError, load_preset
-from common.memory import GIB, RESERVED_FRACTION, Estimate, Layout, ModelSize, Types, estimate, largest_batch
+from common.memory import (
+    GIB,
+    RESERVED_FRACTION,
+    Activations,
+    Estimate,
+    Layout,
+    ModelSize,
+    Types,
+    estimate,
+    largest_batch,
+)
 from common.models import load_config, meta_model
 
 DTYPES = {
@@ -65,6 +76,8 @@ def plan(args: argparse.Namespace) -> str:
     numbers = [*args.num_processes, args.num_gpus, *(getattr(args, name) for name in (*LENGTHS, "loss_chunk_tokens"))]
     if min(number for number in numbers if number is not None) < 1:
         raise UserError("--num_processes, --num_gpus, lengths and --loss_chunk_tokens: expected numbers of 1 or more.")
+    if args.device_memory_gib is not None and not 0 < args.device_memory_gib < math.inf:
+        raise UserError(f"--device_memory_gib {args.device_memory_gib}: expected GiB, such as 80.")
     settings = load_preset(args.config) if args.config else {}
     names = {field.name for field in dataclasses.fields(ModelArguments)}
     asked = {name: value for name, value in vars(args).items() if value is not None}
@@ -88,22 +101,28 @@ def plan(args: argparse.Namespace) -> str:
     dtype_name = settings.get("param_dtype", "float32")
     dtype = DTYPES[dtype_name]
 
+    chunk = settings.get("loss_chunk_tokens")
+
     @functools.cache
-    def sequence_bytes(compute: torch.dtype, is_fsdp: bool, recomputes: bool) -> int:
-        return peak_bytes(
-            build(compute if is_fsdp else dtype),
-            meta_batch(config, 1, *lengths),
-            autocast=None if is_fsdp or compute == dtype else compute,
-            recomputes=recomputes,
-            loss_chunk_tokens=settings.get("loss_chunk_tokens"),
-        )
+    def count(compute: torch.dtype, is_fsdp: bool, recomputes: bool) -> Activations:
+        def peak(num_sequences: int) -> int:
+            return peak_bytes(
+                build(compute if is_fsdp else dtype),
+                meta_batch(config, num_sequences, *lengths),
+                autocast=None if is_fsdp or compute == dtype else compute,
+                recomputes=recomputes,
+                loss_chunk_tokens=chunk,
+            )
+
+        return Activations.count(peak, lengths[1] or lengths[0], chunk)
 
     model = build(dtype)
     classes = set(model._no_split_modules or ())
-    size = ModelSize.of(model, [module for module in model.modules() if type(module).__name__ in classes])
+    blocks = [module for module in model.modules() if type(module).__name__ in classes]
+    size = ModelSize.of(model, blocks, settings.get("blocks_per_unit") or 1)
     optim = settings.get("optim", "adamw")
     rows: dict[str, list[Estimate | None]] = {}
-    activations: dict[str, list[int]] = {}
+    activations: dict[str, list[Activations]] = {}
     for file in sorted(SHIPPED.glob("*.yaml")):
         content = read_config(file)
         compute = dtype if content["mixed_precision"] == "no" or dtype.itemsize <= 2 else torch.bfloat16
@@ -116,8 +135,7 @@ def plan(args: argparse.Namespace) -> str:
             layout = Layout.of_yaml(content, number, min(number, args.num_gpus))
             rows[file.stem].append(estimate(size, layout, types) if is_possible else None)
         is_fsdp = content["distributed_type"] == "FSDP"
-        whole = [sequence_bytes(compute, is_fsdp, recomputes) for recomputes in (False, True)]
-        activations[file.stem] = [num_bytes // context for num_bytes in whole]
+        activations[file.stem] = [count(compute, is_fsdp, recomputes).divided(context) for recomputes in (False, True)]
 
     largest = max(state.total for row in rows.values() for state in row if state is not None)
     divisor, unit = (GIB, "GiB") if largest >= GIB else (2**20, "MiB")
@@ -126,17 +144,21 @@ def plan(args: argparse.Namespace) -> str:
         value = num_bytes / divisor
         return f"{value:,.1f}" if value >= 1 else f"{value:.2f}"
 
-    def cell(state: Estimate | None, of_sequence: list[int]) -> str:
+    def cell(state: Estimate | None, activations: list[Activations]) -> str:
         if state is None:
             return "-"
         if args.device_memory_gib is None:
             return show(state.total)
-        fitting = [largest_batch(state, num_bytes, int(args.device_memory_gib * GIB)) for num_bytes in of_sequence]
+        fitting = [largest_batch(state, each, int(args.device_memory_gib * GIB)) for each in activations]
         return f"{show(state.total)} ({fitting[0]:,}, {fitting[1]:,})"
 
     table = [["", *(f"{number:,}" for number in args.num_processes), "one sequence"]]
     table += [
-        [name, *(cell(state, activations[name]) for state in row), "{}, {}".format(*map(show, activations[name]))]
+        [
+            name,
+            *(cell(state, activations[name]) for state in row),
+            ", ".join(show(each.one) for each in activations[name]),
+        ]
         for name, row in rows.items()
     ]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
