@@ -12,7 +12,7 @@ from accelerate.utils import gather_object
 from datasets import Dataset
 from torch import nn
 from tqdm import tqdm
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from common.arguments import TrainArguments, UserError
 from common.context_parallel import context_size, data_parallel, sliced
@@ -200,7 +200,8 @@ def continue_text(
     torch.manual_seed(seed)
     with _evaluation_mode(model), generation_model(model) as hf_model:
         synced = accelerator.num_processes > 1 and is_sharded(model)
-        while tokens.shape[1] < final_length and int(tokens[0, -1]) != tokenizer.eos_token_id:
+        ends = end_tokens(hf_model)
+        while tokens.shape[1] < final_length and int(tokens[0, -1]) not in ends:
             context = tokens if tokens.shape[1] < context_length else tokens[:, -(context_length // 2) :]
             num_new = min(final_length - tokens.shape[1], context_length - context.shape[1])
             with generation_config(hf_model, settings | {"max_new_tokens": num_new}):
@@ -233,9 +234,15 @@ def _evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def generation_config(hf_model: PreTrainedModel, settings: dict[str, Any]) -> Iterator[None]:
-    """The settings on top of the model's own generation config, which comes back afterwards."""
+    """The settings instead of the model's own generation config, which comes back afterwards.
+
+    Its special tokens stay, and for an encoder-decoder model the rest as well: it belongs to what it was trained for.
+    """
     own = hf_model.generation_config
     config = copy.deepcopy(own)
+    if not hf_model.config.is_encoder_decoder:  # nor is its penalty for repetitions, and the like, what is asked for
+        names = ("bos_token_id", "eos_token_id", "pad_token_id")
+        config = GenerationConfig(**{name: getattr(own, name) for name in names})
     # A limit of the checkpoint's, or else transformers' 20 tokens, gives way. Training alone goes without the cache.
     unknown = config.update(max_length=None, use_cache=True, **settings)
     assert not unknown, f"no fields of GenerationConfig: {unknown}"
@@ -245,6 +252,12 @@ def generation_config(hf_model: PreTrainedModel, settings: dict[str, Any]) -> It
         yield
     finally:
         hf_model.generation_config = own
+
+
+def end_tokens(hf_model: PreTrainedModel) -> set[int]:
+    """Numbers of the tokens that a text ends with."""
+    ends = hf_model.generation_config.eos_token_id
+    return {ends} if isinstance(ends, int) else set(ends or ())
 
 
 def _to_device(batch: Batch, accelerator: Accelerator) -> Batch:

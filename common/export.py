@@ -1,6 +1,7 @@
 """Hugging Face folder out of a model under any strategy, or out of a checkpoint."""
 
 import json
+import os
 import shutil
 import warnings
 from pathlib import Path
@@ -10,7 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 import transformers
 from accelerate import Accelerator
-from huggingface_hub import split_torch_state_dict_into_shards
+from huggingface_hub import StateDictSplit, split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -75,27 +76,39 @@ def export_checkpoint(
             assert isinstance(entry, TensorStorageMetadata)
             saved[name.removeprefix("model.")] = torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
     dtypes = {name: dtype if dtype and tensor.is_floating_point() else tensor.dtype for name, tensor in saved.items()}
-    converted = {name: tensor.to(dtypes[name]) for name, tensor in saved.items()}
+    as_written = {name: tensor.to(dtypes[name]) for name, tensor in saved.items()}
     try:
-        split = split_torch_state_dict_into_shards(converted, max_shard_size=max_shard_size)
+        split = split_torch_state_dict_into_shards(as_written, max_shard_size=max_shard_size)
     except ValueError as error:
         raise UserError(f"--max_shard_size {max_shard_size}: a size such as 500MB or 5GB is expected.") from error
-    temporary = folder.with_name(folder.name + ".tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    shutil.copytree(checkpoint.huggingface_folder, temporary)
+    temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")  # a name that no one else has
+    try:
+        _write_export(checkpoint, temporary, saved, dtypes, split)
+        publish(temporary, folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _write_export(
+    checkpoint: Checkpoint,
+    folder: Path,
+    saved: dict[str, torch.Tensor],
+    dtypes: dict[str, torch.dtype],
+    split: StateDictSplit,
+) -> None:
+    shutil.copytree(checkpoint.huggingface_folder, folder)
     for file_name, names in split.filename_to_tensors.items():
         tensors = {f"model.{name}": torch.empty_like(saved[name], device="cpu") for name in names}
         dcp.load(tensors, storage_reader=checkpoint.reader(), no_dist=True)
         converted = {name: tensors.pop(f"model.{name}").to(dtypes[name]) for name in names}
-        save_file(converted, temporary / file_name, metadata={"format": "pt"})
+        save_file(converted, folder / file_name, metadata={"format": "pt"})
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-        (temporary / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True))
-    config = json.loads((temporary / "config.json").read_text())
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True))
+    config = json.loads((folder / "config.json").read_text())
     config["dtype"] = str(next(dtypes[name] for name, tensor in saved.items() if tensor.is_floating_point()))[6:]
-    (temporary / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-    _check_reload(temporary, config["architectures"][0])
-    publish(temporary, folder)
+    (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    _check_reload(folder, config["architectures"][0])
 
 
 def _check_reload(folder: Path, class_name: str) -> None:

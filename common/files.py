@@ -73,9 +73,10 @@ def publish(temporary: Path, folder: Path) -> None:
             sync(Path(parent, name))
         sync(Path(parent))
     old = folder.with_name(folder.name + ".old.tmp")  # never half removed under its own name
-    shutil.rmtree(old, ignore_errors=True)
-    if folder.exists():
+    if is_replaced := folder.exists():
+        shutil.rmtree(old, ignore_errors=True)  # of a run that was killed here
         folder.rename(old)
     temporary.rename(folder)
     sync(folder.parent)
-    shutil.rmtree(old, ignore_errors=True)
+    if is_replaced:
+        shutil.rmtree(old, ignore_errors=True)

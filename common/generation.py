@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from transformers.generation import TextStreamer
 
 from common.arguments import UserError
 from common.checkpoint import EXPECTED_WARNINGS, Checkpoint, find_checkpoint, step_folders
-from common.evaluation import generation_config
+from common.evaluation import end_tokens, generation_config
 from common.launch import RunFailed
 from common.models import read_tokenizer
 
@@ -38,7 +39,7 @@ def load(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         model_class = _model_class(AutoConfig.from_pretrained(folder), folder)
         model, report = model_class.from_pretrained(folder, dtype="auto", output_loading_info=True)
         tokenizer = read_tokenizer(folder)
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError, UnpicklingError) as error:
         raise UserError(f"{folder}: cannot be loaded: {' '.join(str(error).split())[:300]}") from error
     if report["missing_keys"]:
         missing = sorted(report["missing_keys"])
@@ -96,6 +97,12 @@ def _model_class(config: Any, folder: Path) -> Any:
 class _Printer(TextStreamer):
     """Prints text as soon as its words are whole; the end of one call of generate is not the end of the text."""
 
+    def end(self) -> None:
+        self.next_tokens_are_prompt = True  # of the next call
+
+    def finish(self) -> None:
+        super().end()
+
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         print(text, end="", flush=True)
 
@@ -117,8 +124,7 @@ def answer(
     Raises `UserError` for a prompt that the tokenizer cannot encode.
     """
     texts = [encode(model, tokenizer, prompt) for prompt in prompts]
-    ends = model.generation_config.eos_token_id
-    end_tokens = {ends} if isinstance(ends, int) else set(ends or ())
+    ends = end_tokens(model)
     streamer = _Printer(tokenizer, skip_prompt=not model.config.is_encoder_decoder, skip_special_tokens=True)
     limit = None if model.config.is_encoder_decoder else getattr(model.config, "max_position_embeddings", None)
     generated: list[list[int]] = [[] for _ in texts]
@@ -133,21 +139,24 @@ def answer(
         output = _generate(model, inputs, streamer if stream else None, settings | {"max_new_tokens": num_new})
         num_generated += num_new
         for index, ids in zip(unfinished, output, strict=True):
-            stop = next((place for place, token in enumerate(ids) if token in end_tokens), None)
+            stop = next((place for place, token in enumerate(ids) if token in ends), None)
             generated[index] += ids if stop is None else ids[: stop + 1]
         unfinished = [
-            index
-            for index in unfinished
-            if num_generated < max_new_tokens and not end_tokens & set(generated[index][-1:])
+            index for index in unfinished if num_generated < max_new_tokens and not ends & set(generated[index][-1:])
         ]
+    if stream:
+        streamer.finish()
     return [tokenizer.decode(ids, skip_special_tokens=True) for ids in generated]
 
 
 def encode(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
     """Token ids of a prompt, with the special tokens that the tokenizer puts around a text; what a causal model is to
-    go on with has no end token. Raises `UserError` when there are none or the tokenizer lacks a character."""
+    go on with has no end token, what an encoder-decoder model reads begins with the prefix that it was trained with.
+    Raises `UserError` when there are none or the tokenizer lacks a character."""
+    prefix = getattr(model.config, "prefix", None) or ""
+    text = prompt if prompt.startswith(prefix) else prefix + prompt
     try:
-        ids = tokenizer(prompt, verbose=False)["input_ids"]
+        ids = tokenizer(text, verbose=False)["input_ids"]
     except Exception as error:  # what `tokenizers` raises for a character that it has neither a token nor <unk> for
         raise UserError(f"prompt {prompt!r}: the checkpoint's tokenizer cannot encode it ({error}).") from error
     if not model.config.is_encoder_decoder and ids and ids[-1] == tokenizer.eos_token_id:

@@ -100,13 +100,17 @@ class ModelFlops:
 
     @classmethod
     def of_model(cls, model: PreTrainedModel, context_size: int = 1) -> "ModelFlops | None":
-        """Counts of a dense model before it is sharded (meta device will do); None for an unknown encoder-decoder.
+        """Counts before the model is sharded (meta device will do); None for a model that the formula is not of.
+
+        These are encoder-decoders of another kind, mixtures of experts, and models without attention heads.
 
         context_size: a causal model's batches are slices of sequences so many times as long, which they attend to.
         """
         config = model.config
         head = model.get_output_embeddings()
         if not config.is_encoder_decoder:
+            if hasattr(config, "num_experts_per_tok") or not hasattr(config, "num_attention_heads"):
+                return None
             head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
             attention = config.num_hidden_layers * config.num_attention_heads * head_dim
             return cls(_parameters_without_embeddings(model, head), attention * context_size)

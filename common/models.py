@@ -258,12 +258,23 @@ def fit_config(
             config.vocab_size = len(tokenizer)
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             setattr(config, name, getattr(tokenizer, name))
+        if config.pad_token_id in (config.bos_token_id, config.eos_token_id):
+            config.pad_token_id = None  # the embedding of the model's padding is zero and learns nothing
     check_vocabulary(config, tokenizer)
-    if max_seq_length > config.max_position_embeddings:
-        raise UserError(
-            f"--max_seq_length {max_seq_length}: the model has {config.max_position_embeddings} positions; "
-            "lower it, or raise the config's number."
-        )
+    check_positions(config, "max_seq_length", max_seq_length)
+
+
+def max_positions(config: Any) -> int | None:
+    """Positions of the model; None where their number is not limited."""
+    number: int | None = getattr(config, "max_position_embeddings", None)
+    return number
+
+
+def check_positions(config: Any, flag: str, length: int) -> None:
+    """Raise `UserError` for sequences that are longer than the model has positions."""
+    limit = max_positions(config)
+    if limit is not None and length > limit:
+        raise UserError(f"--{flag} {length}: the model has {limit} positions; lower it, or raise the config's number.")
 
 
 def meta_model(args: ModelArguments, config: Any, auto_class: type[_BaseAutoModelClass]) -> PreTrainedModel:

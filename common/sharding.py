@@ -84,6 +84,10 @@ def prepare_model(
     if args.recompute_matmuls is not None and not recompute:
         switch = "fsdp_activation_checkpointing: true in the YAML" if plugin else "--gradient_checkpointing"
         raise UserError(f"--recompute_matmuls needs {switch}: without it nothing is recomputed.")
+    if recompute and not blocks:
+        raise UserError(
+            f"--gradient_checkpointing: {type(model).__name__} names no blocks to recompute; drop the flag."
+        )
     offload_activations = bool(plugin and plugin.activation_checkpointing_offload)
     memory.current_run = _describe_run(model, blocks, args, accelerator, strategy, recompute)
     if strategy.mixed_precision == "fp8":
@@ -268,7 +272,8 @@ def _check_model(model: PreTrainedModel, strategy: Strategy) -> None:
 def find_blocks(model: PreTrainedModel, strategy: Strategy) -> list[nn.Module]:
     """Modules that are checkpointed, compiled and sharded as a unit: the YAML's classes, else the model's blocks.
 
-    Raises `UserError` for a model without layers, or whose blocks nothing names.
+    Empty where nothing names them and nothing needs them. Raises `UserError` for a model without layers, or whose
+    blocks are needed.
     """
     own = sorted(model._no_split_modules or ())
     wanted = list(strategy.wrap_classes) or own
@@ -280,9 +285,14 @@ def find_blocks(model: PreTrainedModel, strategy: Strategy) -> list[nn.Module]:
             f"--config_overrides {key}=N."
         )
     blocks = [module for module in model.modules() if type(module).__name__ in wanted]
-    if not blocks:
+    if not blocks and strategy.is_fsdp:
         raise UserError(
             f"{type(model).__name__} names no block class; set fsdp_transformer_layer_cls_to_wrap in the YAML."
+        )
+    if not blocks and (strategy.compile_options or strategy.mixed_precision == "fp8"):
+        raise UserError(
+            f"{type(model).__name__} names no block class, and compile and fp8 work on blocks: take an FSDP YAML and "
+            "set fsdp_transformer_layer_cls_to_wrap in it."
         )
     return blocks
 

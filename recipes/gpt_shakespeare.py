@@ -37,7 +37,15 @@ from common.export import export_model
 from common.launch import banner, build_accelerator, compute_dtype, run
 from common.loop import train
 from common.metrics import ModelFlops, Throughput, peak_flops_per_second
-from common.models import check_kind, describe_model, fit_config, load_config, load_model, load_tokenizer
+from common.models import (
+    check_kind,
+    describe_model,
+    fit_config,
+    load_config,
+    load_model,
+    load_tokenizer,
+    max_positions,
+)
 from common.optim import build_optimizer, build_scheduler
 from common.sharding import check_wrapping, describe_units, prepare_model
 from common.tracking import RunLog
@@ -58,6 +66,12 @@ class GPTArguments(TrainArguments):
     prompt: str | None = arg(None, "Text to go on from after training (with --max_steps 0: at once).")
     max_new_tokens: int = arg(200, "Tokens that follow the prompt.")
     temperature: float = arg(0.8, "Of sampling after the prompt; 0: always the likeliest token.")
+
+    def acting(self) -> dict[tuple[str, str], bool]:
+        return super().acting() | {
+            ("temperature", "prompt"): self.prompt is not None,
+            ("max_new_tokens", "prompt"): self.prompt is not None,
+        }
 
     def no_slices(self) -> str | None:
         return None
@@ -115,7 +129,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str, source: str) -> np.nda
     except Exception as error:  # what `tokenizers` raises for a character that it has neither a token nor <unk> for
         unknown = "".join(sorted(set(text) - set(tokenizer.get_vocab())))
         raise UserError(
-            f"{source}: {unknown[:20]!r} is not in the tokenizer's vocabulary; change the text or the tokenizer."
+            f"{source}: {unknown[:20]!r} is not in the tokenizer's vocabulary; change it or the tokenizer."
         ) from error
     return np.array(ids, dtype=np.int32)
 
@@ -161,11 +175,13 @@ def main() -> None:
     train_data, eval_data = load_blocks(args, tokenizer, train_text, eval_text)
     if args.prompt:
         encode(tokenizer, args.prompt, f"--prompt {args.prompt!r}")  # what cannot be answered is known before training
-    bytes_per_token = len(eval_text.encode()) / len(eval_data.tokens)
     sampler = data.StepSampler(len(train_data), plan.total, args.seed)
     eval_batches = evaluation_batches(args, accelerator, eval_data, data.collate_windows)
     assert eval_batches is not None, "load_blocks gives at least one block"
     checkpoints.evaluation_data = {"eval_": eval_batches.description}
+    evaluated = eval_data.tokens[: eval_batches.num_examples * args.max_seq_length + 1]
+    is_all = len(evaluated) == len(eval_data.tokens)
+    bytes_per_token = len((eval_text if is_all else tokenizer.decode(evaluated)).encode()) / len(evaluated)
     num_steps = num_training_steps(args, len(train_data), plan.total)
 
     model, weights = load_model(args, config, AutoModelForCausalLM, accelerator)
@@ -192,7 +208,7 @@ def main() -> None:
     if args.prompt:
         text = continue_text(
             accelerator, model, tokenizer, args.prompt, max_new_tokens=args.max_new_tokens,
-            context_length=config.max_position_embeddings, temperature=args.temperature, seed=args.seed,
+            context_length=max_positions(config) or args.max_seq_length, temperature=args.temperature, seed=args.seed,
         )  # fmt: skip
         accelerator.print(f"-- answer\n{text}")
 

@@ -90,6 +90,8 @@ class LlamaArguments(TrainArguments):
             ("shuffle_window", "streaming"): self.streaming,
             ("max_train_samples", "streaming"): not self.streaming,
             ("validation_size", "validation_file"): self.validation_file is None or self.validation_size == 0,
+            ("validation_size", "streaming"): not self.streaming or self.validation_size == 0,
+            ("max_new_tokens", "prompt"): self.prompt is not None,
         }
 
     def no_slices(self) -> str | None:

@@ -32,7 +32,15 @@ from common.export import export_model
 from common.launch import banner, build_accelerator, compute_dtype, run
 from common.loop import train
 from common.metrics import ModelFlops, Throughput, peak_flops_per_second
-from common.models import check_kind, check_vocabulary, describe_model, load_config, load_model, load_tokenizer
+from common.models import (
+    check_kind,
+    check_positions,
+    check_vocabulary,
+    describe_model,
+    load_config,
+    load_model,
+    load_tokenizer,
+)
 from common.optim import build_optimizer, build_scheduler
 from common.rouge import Rouge, one_sentence_per_line
 from common.sharding import check_wrapping, describe_units, prepare_model
@@ -223,6 +231,9 @@ def main() -> None:
     check_wrapping(args, config, AutoModelForSeq2SeqLM, strategy)
     tokenizer = load_tokenizer(args)
     check_vocabulary(config, tokenizer)
+    check_positions(config, "max_source_length", args.max_source_length)
+    check_positions(config, "max_target_length", args.max_target_length)
+    config.prefix = args.source_prefix  # what reads the exported model finds it there
     checkpoints = Checkpoints(args, accelerator, strategy, tokenizer)
 
     train_rows, eval_rows, left_out = load_articles(args)

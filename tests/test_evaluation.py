@@ -29,6 +29,7 @@ from transformers import (
 
 from common.data import EvalBatch, EvalBatches
 from common.evaluation import (
+    continue_text,
     decode_texts,
     generate_texts,
     loss_and_accuracy,
@@ -252,6 +253,29 @@ def test_generation_equals_one_by_one(accelerator: Accelerator, kind: str, num_b
     assert max(lengths) > 20 and len(lengths) > 2, "the case is too easy"
     assert model.training
     assert model.generation_config.max_length == 4 and model.generation_config.max_new_tokens is None
+
+
+def test_a_text_is_the_likeliest_and_ends_with_any_end_token(accelerator: Accelerator) -> None:
+    model, tokenizer = make_model("llama"), make_tokenizer()
+    torch.manual_seed(8)
+    for parameter in model.parameters():
+        parameter.data.normal_()
+    tokens = tokenizer("w5")["input_ids"]
+    for _ in range(20):
+        with torch.no_grad():
+            tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
+    assert not {tokenizer.pad_token_id, tokenizer.eos_token_id} & set(tokens) and len(set(tokens)) in range(5, 20)
+
+    def text() -> str:
+        return continue_text(accelerator, model, tokenizer, "w5", max_new_tokens=20, context_length=64)
+
+    model.generation_config.update(repetition_penalty=5.0, no_repeat_ngram_size=1, min_new_tokens=19)
+    assert text() == tokenizer.decode(tokens)
+    end = tokens[7]
+    assert tokens.index(end) > 1
+    model.generation_config.eos_token_id = [tokenizer.eos_token_id, end]
+    assert text() == tokenizer.decode(tokens[: tokens.index(end) + 1])
+    assert model.generation_config.repetition_penalty == 5.0
 
 
 def test_generation_settings(accelerator: Accelerator) -> None:

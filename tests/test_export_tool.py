@@ -115,6 +115,13 @@ def test_a_size_that_is_none(run_folder: Path, tmp_path: Path, capsys: pytest.Ca
     assert list(tmp_path.iterdir()) == []
 
 
+def test_other_folders_stay(run_folder: Path, tmp_path: Path) -> None:
+    for name in ("new.tmp", "new.old.tmp"):
+        (tmp_path / name).mkdir()
+    assert export.main([str(run_folder), str(tmp_path / "new")]) == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["new", "new.old.tmp", "new.tmp"]
+
+
 def test_a_folder_without_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert export.main([str(tmp_path), str(tmp_path / "exported")]) == 2
     assert "it has no manifest.json" in capsys.readouterr().err

@@ -8,8 +8,17 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, GPT2Config
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import WordLevel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoTokenizer,
+    GPT2Config,
+    PreTrainedTokenizerFast,
+)
 
+from common.generation import _Printer
 from tests import tiny
 from tests.conftest import REPOSITORY
 from tests.forked import ForkedParent
@@ -120,6 +129,21 @@ def test_prompts_of_a_file_do_not_depend_on_each_other(
         assert answer["text"] == tokenizer.decode(seen[-6:])
 
 
+def test_what_is_printed_over_several_windows_is_the_text(capsys: pytest.CaptureFixture[str]) -> None:
+    """A decoder that leaves out the space of the first word."""
+    backend = Tokenizer(WordLevel({"\u2581a": 0, "\u2581b": 1, "c": 2}))
+    backend.decoder = decoders.Metaspace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
+    printer = _Printer(tokenizer, skip_prompt=True)
+    for window in ([0, 1], [2, 1], [1]):
+        printer.put(torch.tensor([[9, 9]]))
+        for token in window:
+            printer.put(torch.tensor([token]))
+        printer.end()
+    printer.finish()
+    assert capsys.readouterr().out == tokenizer.decode([0, 1, 2, 1, 1]) == "a bc b b"
+
+
 @pytest.mark.parametrize("num_beams", [1, 3])
 def test_encoder_decoder_models(
     num_beams: int, t5_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -135,9 +159,11 @@ def test_encoder_decoder_models(
     assert outputs[0] == outputs[1]
     model = AutoModelForSeq2SeqLM.from_pretrained(t5_run / "model")
     tokenizer = AutoTokenizer.from_pretrained(t5_run / "model")
+    assert model.config.prefix == "summarize: "
     for prompt, line in zip(prompts, outputs[0].splitlines(), strict=True):
+        seen = f"summarize: {prompt.removeprefix('summarize: ')}"
         output = model.generate(
-            **tokenizer(prompt, return_tensors="pt"), max_new_tokens=12, num_beams=num_beams, do_sample=False
+            **tokenizer(seen, return_tensors="pt"), max_new_tokens=12, num_beams=num_beams, do_sample=False
         )
         expected = tokenizer.decode(output[0], skip_special_tokens=True)
         assert json.loads(line) == {"prompt": prompt, "text": expected}
@@ -149,6 +175,8 @@ def test_encoder_decoder_models(
     [
         (["--prompt", "the", "--max_new_tokens", "0"], "--max_new_tokens is 0; it must be at least 1"),
         (["--prompt", "the", "--temperature", "-1"], "--temperature is -1.0; it must not be negative"),
+        (["--prompt", "the", "--temperature", "1e-45"], "--temperature is 1e-45; 0 takes the likeliest"),
+        (["--prompt", "the", "--seed", "9" * 20], "--seed is 99999999999999999999; it must be below 2**63"),
         (["--prompt", "the", "--top_p", "0", "--temperature", "1"], "--top_p is 0.0; it must be above 0"),
         (["--prompt", "the", "--top_k", "5"], "add --temperature 1, or drop them"),
         (["--prompt_file", "absent.txt"], "--prompt_file absent.txt: cannot be read"),

@@ -213,6 +213,17 @@ def test_loss_falls_and_evaluation_is_exact(recipe: ModuleType, trained: tuple[P
     assert after["eval_examples"] == math.ceil((len(tokens) - 1) / 16)
 
 
+def test_bits_per_byte_of_a_part_of_the_validation_text(forked: ForkedParent, tmp_path: Path) -> None:
+    file = tmp_path / "text.txt"
+    file.write_text("abc " * 300 + "\u00e9\u00e8 " * 60, encoding="utf-8")  # the last 138 characters are evaluated
+    flags = [f"--text_file={file}", "--max_steps=0", "--validation_size=260", "--max_eval_samples=3", "--prompt=a"]
+    result = run(forked, tmp_path / "run", *flags)
+    assert result.exit_code == 0, result.output
+    (line,) = read_metrics(tmp_path / "run")
+    assert line["eval_examples"] == 3, "48 characters of a byte each"
+    assert line["eval_bits_per_byte"] == pytest.approx(line["eval_loss"] / math.log(2))
+
+
 def answer(output: str) -> str:
     return output.rpartition("-- answer\n")[2].rstrip("\n")
 

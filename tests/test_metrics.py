@@ -4,12 +4,15 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
+    AutoModelForCausalLM,
     BartConfig,
     BartForConditionalGeneration,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    MambaConfig,
+    MixtralConfig,
     PreTrainedModel,
     T5Config,
     T5ForConditionalGeneration,
@@ -63,6 +66,16 @@ def test_flops_of_gpt2_leave_out_the_position_table() -> None:
     assert counted is not None
     measured = 3 * forward_flops(model, **batch)
     assert counted.of_batch(batch) == measured + 6 * vector_parameters(model) * 16
+
+
+def test_no_flops_where_the_formula_does_not_hold() -> None:
+    """Mixtures of experts, whose tokens pass a part of the parameters, and models without attention."""
+    with torch.device("meta"):
+        models = [
+            AutoModelForCausalLM.from_config(config(num_hidden_layers=1, hidden_size=32, intermediate_size=32))
+            for config in (MixtralConfig, MambaConfig)
+        ]
+    assert [ModelFlops.of_model(model) for model in models] == [None, None]
 
 
 @pytest.mark.parametrize(("tied", "activation"), [(True, "relu"), (False, "gated-gelu")])

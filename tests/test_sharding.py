@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
@@ -328,8 +328,14 @@ def test_blocks_are_the_models_own() -> None:
 def test_a_model_without_blocks() -> None:
     model = make_model("llama", 0.0)
     model._no_split_modules = None
-    with pytest.raises(UserError, match="LlamaForCausalLM names no block class; .*fsdp_transformer_layer_cls_to_wrap"):
-        find_blocks(model, SINGLE)
+    assert find_blocks(model, SINGLE) == []
+    with pytest.raises(UserError, match="LlamaForCausalLM names no block class; set fsdp_transformer_layer_cls_to_"):
+        find_blocks(model, Strategy("fsdp2", "no", plugin=FullyShardedDataParallelPlugin(fsdp_version=2)))
+    for strategy in (Strategy("single", "fp8"), Strategy("ddp", "no", compile_options={"backend": "eager"})):
+        with pytest.raises(UserError, match="compile and fp8 work on blocks: take an FSDP YAML and set fsdp_transf"):
+            find_blocks(model, strategy)
+    with pytest.raises(UserError, match="--gradient_checkpointing: LlamaForCausalLM names no blocks to recompute"):
+        prepare(model, gradient_checkpointing=True)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -6,7 +6,8 @@
 Model and tokenizer are those of the folder; a run's folder stands for its newest complete checkpoint, or for its
 exported model where it saved none. The text after --prompt is printed while it is generated; with the temperature and
 the seed of the recipe it is the text that the recipe printed. For --prompt_file, a prompt in each line, standard output
-has a line of JSON with the keys `prompt` and `text` for each. An encoder-decoder model reads the prompt, a causal one
+has a line of JSON with the keys `prompt` and `text` for each. An encoder-decoder model reads the prompt, after the
+prefix that it was trained with (`summarize: `) unless the prompt begins with it; a causal one
 goes on with it, after the start token that the tokenizer puts before a text; where it puts none and the recipe began
 documents with one (llama_pretrain, chess_finetune), write it: --prompt "<s>...".
 """
@@ -90,6 +91,10 @@ def check(args: argparse.Namespace) -> None:
     for name in ("temperature", "top_k", "seed"):
         if not getattr(args, name) >= 0:
             raise UserError(f"--{name} is {getattr(args, name)}; it must not be negative.")
+    if args.seed >= 2**63:
+        raise UserError(f"--seed is {args.seed}; it must be below 2**63.")
+    if 0 < args.temperature < 1e-3:
+        raise UserError(f"--temperature is {args.temperature}; 0 takes the likeliest token each time.")
     if not 0 < args.top_p <= 1:
         raise UserError(f"--top_p is {args.top_p}; it must be above 0 and at most 1.")
     if args.temperature == 0 and (args.top_k or args.top_p < 1):
