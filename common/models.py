@@ -37,6 +37,7 @@ from transformers.models.auto.auto_factory import _BaseAutoModelClass
 from common import bias_attention, packed_attention
 from common.arguments import ModelArguments, TrainArguments, UserError
 from common.initialization import InitSource, recorded_init
+from common.masks import keeps_sequences_apart
 
 OFFLINE_HINT = "the demo preset runs offline"
 
@@ -229,6 +230,15 @@ def check_kind(config: Any, auto_class: type[_BaseAutoModelClass]) -> None:
         raise UserError(
             f"{type(config).__name__} (model type {config.model_type!r}) is no {kind} model, which this recipe trains: "
             f"give one with --model_name_or_path or --model_config_path; {OFFLINE_HINT}."
+        )
+
+
+def check_packing(args: ModelArguments, config: Any, auto_class: type[_BaseAutoModelClass], flag: str) -> None:
+    """Raise `UserError` where the sequences of a packed row would see each other."""
+    if not keeps_sequences_apart(model := meta_model(args, config, auto_class)):
+        raise UserError(
+            f"--{flag}: in {type(model).__name__} what is packed together would see each other, because its mask does "
+            "not come from positions, or it has layers other than attention: set it to false."
         )
 
 

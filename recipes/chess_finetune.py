@@ -32,6 +32,7 @@ from common.metrics import ModelFlops, Throughput, peak_flops_per_second
 from common.models import (
     PACKING_KERNELS,
     check_kind,
+    check_packing,
     describe_model,
     fit_config,
     load_config,
@@ -224,6 +225,8 @@ def main() -> None:
     config = load_config(args)
     check_kind(config, AutoModelForCausalLM)
     check_wrapping(args, config, AutoModelForCausalLM, strategy)
+    if args.packing:
+        check_packing(args, config, AutoModelForCausalLM, "packing")
     is_new_tokenizer = args.square_tokenizer and not args.model_name_or_path
     tokenizer = chess_model.square_tokenizer() if is_new_tokenizer else load_tokenizer(args)
     chess_model.check_tokenizer(tokenizer, args.notation)

@@ -37,6 +37,7 @@ from common.metrics import ModelFlops, Throughput, peak_flops_per_second
 from common.models import (
     PACKING_KERNELS,
     check_kind,
+    check_packing,
     describe_model,
     fit_config,
     load_config,
@@ -222,6 +223,8 @@ def main() -> None:
     config = load_config(args)
     check_kind(config, AutoModelForCausalLM)
     check_wrapping(args, config, AutoModelForCausalLM, strategy)
+    if args.document_masking:
+        check_packing(args, config, AutoModelForCausalLM, "document_masking")
     tokenizer = load_tokenizer(args)
     fit_config(args, config, tokenizer, args.max_seq_length, is_own_vocabulary=False)
     checkpoints = Checkpoints(args, accelerator, strategy, tokenizer)

@@ -4,10 +4,26 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForSeq2SeqLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, T5Config
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    Gemma2Config,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPTJConfig,
+    JambaConfig,
+    Lfm2Config,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    OPTConfig,
+    T5Config,
+    XGLMConfig,
+)
 
 from common.bias_attention import NAME
 from common.losses import token_loss
+from common.masks import keeps_sequences_apart, packed_sequences
 
 SIZES: dict[str, Any] = {
     "vocab_size": 16, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -47,6 +63,36 @@ def test_losses_are_those_of_transformers(kind: str, is_packed: bool) -> None:
     other[0, 0] = 9  # in the first sequence of a packed row
     is_seen = not torch.equal(logits()[0, 4:], logits(input_ids=other)[0, 4:])
     assert is_seen != is_packed, "packed sequences do not see each other"
+
+
+SMALL = {**SIZES, "num_key_value_heads": 2}
+CONFIGS: dict[str, tuple[Any, bool]] = {
+    "llama": (LlamaConfig(**SIZES), True),
+    "gpt2": (GPT2Config(vocab_size=16, n_embd=8, n_layer=2, n_head=2, n_positions=8), True),
+    "mistral": (MistralConfig(**SMALL, sliding_window=4), True),
+    "gemma2": (Gemma2Config(**SMALL, head_dim=4, sliding_window=4), True),
+    "gptj": (GPTJConfig(vocab_size=16, n_embd=8, n_layer=2, n_head=2, n_positions=8, rotary_dim=4), True),
+    "opt": (OPTConfig(vocab_size=16, hidden_size=8, ffn_dim=8, num_hidden_layers=2, num_attention_heads=2,
+                      max_position_embeddings=8, word_embed_proj_dim=8), False),
+    "xglm": (XGLMConfig(vocab_size=16, d_model=8, ffn_dim=8, num_layers=2, attention_heads=2), False),
+    "lfm2": (Lfm2Config(**SMALL, layer_types=["conv", "full_attention"]), False),
+    "jamba": (JambaConfig(**SMALL, attn_layer_period=2, attn_layer_offset=1, num_experts=1, use_mamba_kernels=False,
+                          mamba_d_state=4), False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_models_that_keep_packed_sequences_apart_are_told(kind: str) -> None:
+    """By what the logits of the second sequence make of another first one."""
+    config, is_apart = CONFIGS[kind]
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]])
+    ids = torch.tensor([[3, 4, 5, 11, 2, 7, 6, 1], [9, 8, 7, 6, 2, 7, 6, 1]])
+    with torch.no_grad(), packed_sequences(True):
+        one, other = (model(input_ids=row[None], position_ids=positions, use_cache=False).logits[0, 4:] for row in ids)
+    assert ((one - other).abs().max().item() < 1e-6) == is_apart
+    assert keeps_sequences_apart(model.to("meta")) == is_apart
 
 
 def test_a_t5s_padding() -> None:

@@ -18,6 +18,8 @@ from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
+    AutoTokenizer,
+    BloomConfig,
     GenerationConfig,
     GPT2Config,
     GPT2LMHeadModel,
@@ -26,6 +28,7 @@ from transformers import (
     LlamaForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    OPTConfig,
     PreTrainedModel,
     T5Config,
     T5ForConditionalGeneration,
@@ -39,9 +42,12 @@ from common.losses import token_loss
 from common.models import (
     WeightSource,
     check_kind,
+    check_packing,
+    check_positions,
     check_vocabulary,
     describe_model,
     fetch,
+    fit_config,
     load_config,
     load_model,
     load_tokenizer,
@@ -320,6 +326,31 @@ def test_random_weights_depend_on_the_seed_alone(accelerator: Accelerator) -> No
 
     assert torch.equal(weights(1), weights(1))
     assert not torch.equal(weights(1), weights(2))
+
+
+def test_models_that_do_not_pack_are_refused() -> None:
+    sizes = {"vocab_size": 9, "hidden_size": 8, "ffn_dim": 8, "num_attention_heads": 2, "num_hidden_layers": 1}
+    config = OPTConfig(**sizes, word_embed_proj_dim=8, max_position_embeddings=8)
+    with pytest.raises(UserError, match="--packing: in OPTForCausalLM what is packed together would see each other"):
+        check_packing(TrainArguments(), config, AutoModelForCausalLM, "packing")
+    check_packing(TrainArguments(), llama().config, AutoModelForCausalLM, "packing")
+
+
+def test_sequences_longer_than_the_positions() -> None:
+    check_positions(BloomConfig(), "max_seq_length", 10**6)
+    with pytest.raises(UserError, match="--max_seq_length 9: the model has 8 positions"):
+        check_positions(LlamaConfig(max_position_embeddings=8), "max_seq_length", 9)
+
+
+def test_a_padding_token_that_ends_texts_is_none_of_the_models() -> None:
+    """A model's padding has an embedding of zeros that does not learn."""
+    tokenizer = AutoTokenizer.from_pretrained(T5_DEMO.parents[2] / "samples" / "tokenizer")
+    for pad, expected in ((tokenizer.eos_token, None), (tokenizer.pad_token, tokenizer.pad_token_id)):
+        tokenizer.pad_token = pad
+        config = LlamaConfig(vocab_size=len(tokenizer))
+        args = TrainArguments(model_config_path="x")
+        fit_config(args, config, tokenizer, 8, is_own_vocabulary=False)
+        assert config.pad_token_id == expected and config.eos_token_id == tokenizer.eos_token_id
 
 
 def test_attention_kernels(accelerator: Accelerator) -> None:
