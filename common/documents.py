@@ -306,6 +306,19 @@ def is_held_out(piece: Piece, share: float, seed: int) -> bool:
     return xxhash.xxh3_64_intdigest(piece.text.encode(), seed=seed) < share * 2**64
 
 
+def digests(files: Iterable[Path], text_column: str) -> frozenset[int]:
+    """Of the texts of all documents in the files, but for long text files, which are read in pieces."""
+    pieces = itertools.chain.from_iterable(read_pieces(file, text_column) for file in files)
+    return frozenset(value for value in map(digest, pieces) if value is not None)
+
+
+def digest(piece: Piece) -> int | None:
+    """Of a document's text; None where the piece is not a whole document."""
+    if piece.text is None or not (piece.starts and piece.ends):
+        return None
+    return xxhash.xxh3_64_intdigest(piece.text.encode())
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Packing
 

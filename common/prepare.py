@@ -36,8 +36,11 @@ from common.documents import (
     PIECE_BYTES,
     Encoder,
     Packer,
+    Piece,
     Report,
     Sequence,
+    digest,
+    digests,
     encoded,
     file_size,
     is_held_out,
@@ -46,8 +49,9 @@ from common.documents import (
 from common.files import locked, write_text
 from common.stopping import leave_with_parent
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 NO_TEXT, REST = "documents without text", "tokens at the end that fill no sequence"
+HELD_OUT = "documents that are held out"
 COMPLETE = "dataset_dict.json"
 REPORT = "report.json"
 PART_BYTES = 32 * PIECE_BYTES
@@ -66,6 +70,8 @@ class Settings:
     """Share of the training documents that becomes the validation split."""
     seed: int = 42
     """Of which documents these are."""
+    only_train: bool = False
+    """There is no validation split of these files: what is set aside is left out."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +88,7 @@ def plan_parts(splits: Mapping[str, list[Path]]) -> list[Part]:
     """Parts of about PART_BYTES; a CSV file, which can only be read from its start, is one."""
     parts = []
     for split, files in splits.items():
-        for file in files:
+        for file in files if split in ("train", "validation") else ():
             num_bytes, step, end = file.stat().st_size, PART_BYTES, file.stat().st_size
             if file.suffix not in (".txt", *LINES):
                 end = 1 if file.suffix == ".csv" else file_size(file)
@@ -96,15 +102,28 @@ def plan_parts(splits: Mapping[str, list[Path]]) -> list[Part]:
 # A part
 
 
-def tokenize_part(part: Part, encoder: Encoder, settings: Settings, output: Path) -> None:
+def tokenize_part(part: Part, encoder: Encoder, settings: Settings, known: frozenset[int], output: Path) -> None:
     """Write the tokens of a part to `output`, a file of numpy arrays that appears once it is complete.
 
+    known: digests of documents that are not to be trained on.
+
     tokens: of all pieces; for each piece that was kept lengths, in tokens, documents, numbered from 0 in the part, and
-    is_held_out; num_bytes of both splits; num_documents that end in the part; num_dropped.
+    is_held_out; num_bytes of both splits; num_documents that end in the part; num_dropped, those without text;
+    num_held_out, those in `known` and, with settings.only_train, those that are set aside.
     """
     tokens: list[np.ndarray] = []
-    documents, held_out, num_bytes, num_documents, num_dropped = [], [], [0, 0], 0, 0
-    for piece, ids in encoded(read_pieces(part.file, settings.text_column, part.start, part.stop), encoder):
+    documents, held_out, num_bytes, num_documents, num_dropped, num_held_out = [], [], [0, 0], 0, 0, 0
+
+    def pieces() -> Iterator[Piece]:
+        nonlocal num_held_out
+        for piece in read_pieces(part.file, settings.text_column, part.start, part.stop):
+            is_known = part.split == "train" and digest(piece) in known
+            if settings.only_train:
+                is_known |= is_held_out(piece, settings.validation_size, settings.seed)
+            num_held_out += is_known
+            yield piece._replace(text=None) if is_known else piece
+
+    for piece, ids in encoded(pieces(), encoder):
         if piece.text is None:
             num_dropped += 1
         else:
@@ -124,17 +143,18 @@ def tokenize_part(part: Part, encoder: Encoder, settings: Settings, output: Path
             is_held_out=np.array(held_out, dtype=bool),
             num_bytes=np.array(num_bytes),
             num_documents=np.array(num_documents),
-            num_dropped=np.array(num_dropped),
+            num_dropped=np.array(num_dropped - num_held_out),
+            num_held_out=np.array(num_held_out),
         )
     temporary.replace(output)
 
 
-_worker: tuple[Encoder, Settings]
+_worker: tuple[Encoder, Settings, frozenset[int]]
 
 
-def _start_worker(encoder: Encoder, settings: Settings) -> None:
+def _start_worker(encoder: Encoder, settings: Settings, known: frozenset[int]) -> None:
     global _worker
-    _worker = encoder, settings
+    _worker = encoder, settings, known
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are as many as there are to be
     leave_with_parent()
 
@@ -144,17 +164,19 @@ def _work(part: Part, output: Path) -> Part:
     return part
 
 
-def _tokenize(parts: list[tuple[Part, Path]], encoder: Encoder, settings: Settings, num_workers: int) -> Iterator[Part]:
+def _tokenize(
+    parts: list[tuple[Part, Path]], encoder: Encoder, settings: Settings, known: frozenset[int], num_workers: int
+) -> Iterator[Part]:
     if min(num_workers, len(parts)) <= 1:
         for part, output in parts:
-            tokenize_part(part, encoder, settings, output)
+            tokenize_part(part, encoder, settings, known, output)
             yield part
         return
     # Not forked: a training process has threads and collectives.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
     with ProcessPoolExecutor(
-        min(num_workers, len(parts)), context, initializer=_start_worker, initargs=(encoder, settings)
+        min(num_workers, len(parts)), context, initializer=_start_worker, initargs=(encoder, settings, known)
     ) as pool:
         try:
             for future in as_completed([pool.submit(_work, part, output) for part, output in parts]):
@@ -230,7 +252,9 @@ def _pack(
     parts: list[tuple[Part, Path]], output: Path, settings: Settings, fingerprint: str
 ) -> tuple[dict[str, Report], dict[str, list[dict[str, Any]]]]:
     """Reports by split, and the files of each split with the number of their documents."""
-    names = {part.split for part, _ in parts} | ({"validation"} if settings.validation_size else set())
+    names = {part.split for part, _ in parts}
+    if settings.validation_size and not settings.only_train:
+        names.add("validation")
     reports: dict[str, Report] = {split: Report() for split in ("train", "validation") if split in names}
     writers = {split: _Writer(output / split, settings.max_seq_length) for split in reports}
     packers = {split: Packer(settings.max_seq_length) for split in reports}
@@ -243,7 +267,9 @@ def _pack(
             files[part.split].append({"file": str(part.file), "documents": 0})
         files[part.split][-1]["documents"] += int(content["num_documents"])
         dropped = reports[part.split].dropped
-        dropped[NO_TEXT] = dropped.get(NO_TEXT, 0) + int(content["num_dropped"])
+        for reason, name in ((NO_TEXT, "num_dropped"), (HELD_OUT, "num_held_out")):
+            if reason == NO_TEXT or content[name]:
+                dropped[reason] = dropped.get(reason, 0) + int(content[name])
         begin = 0
         for length, document, is_validation in zip(
             content["lengths"].tolist(), content["documents"].tolist(), content["is_held_out"].tolist(), strict=True
@@ -288,6 +314,8 @@ def prepare(
 ) -> dict[str, Report]:
     """Prepare the files of each split ("train", "validation") in the folder `output`; nothing where that is done.
 
+    Documents of the validation files, and of files that are there as "held_out", are left out of the training split.
+
     Raises UserError for a folder that holds something else, bad input, and too little of it.
     """
     encoder = Encoder(tokenizer)
@@ -314,10 +342,12 @@ def _prepare(
         parts_folder.mkdir(exist_ok=True)
         parts = [(part, parts_folder / f"{index:06}.npz") for index, part in enumerate(plan_parts(splits))]
         todo = [(part, path) for part, path in parts if not path.exists()]
+        held_out = [*splits.get("validation", ()), *splits.get("held_out", ())]
+        known = digests(held_out, settings.text_column) if todo and "train" in splits else frozenset()
         with tqdm(
             desc="tokenizing", total=len(parts), initial=len(parts) - len(todo), unit="part", delay=2, disable=quiet
         ) as bar:
-            for _ in _tokenize(todo, encoder, settings, num_workers):
+            for _ in _tokenize(todo, encoder, settings, known, num_workers):
                 bar.update()
         reports, files = _pack(parts, output, settings, xxhash.xxh3_64_hexdigest(json.dumps(identity).encode()))
         try:

@@ -39,6 +39,8 @@ from common.documents import (
     Packer,
     Piece,
     Sequence,
+    digest,
+    digests,
     encoded,
     list_documents,
     read_pieces,
@@ -300,7 +302,10 @@ class TokenStream:
         *,
         window: int,
         seed: int,
+        held_out: frozenset[int] = frozenset(),
     ) -> None:
+        """held_out: `digests` of documents that are read as if they were empty."""
+        self._held_out = held_out
         self.name, self.reader, self.window, self.seed = name, reader, window, seed
         self._encoder = Encoder(tokenizer)
         self._length = max_seq_length
@@ -322,7 +327,7 @@ class TokenStream:
         masking = " of documents that do not see each other" if self._document_masking else ""
         return (
             f"{self}, column {self.reader.text_column}, sequences of {self._length} tokens{masking}, shuffled by "
-            f"{self.window}"
+            f"{self.window}" + (f", without {len(self._held_out):,} documents" if self._held_out else "")
         )
 
     def remember(self, num_sequences: int) -> None:
@@ -408,7 +413,7 @@ class TokenStream:
     def _note_positions(self, position: Any) -> Iterator[Piece]:
         for piece, after in self.reader.read(position):
             self._positions.append(after)
-            yield piece
+            yield piece._replace(text=None) if self._held_out and digest(piece) in self._held_out else piece
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -520,6 +525,8 @@ class SourceSettings:
     text_column: str
     seed: int
     validation_size: float = 0.0
+    only_train: bool = False
+    """What is set aside is left out, because the validation text is another source's."""
     num_workers: int = 1
 
     def setting_aside(self, validation_size: float) -> "SourceSettings":
@@ -573,6 +580,23 @@ def source_name(text: str) -> str:
     return parts[-1].partition(".")[0] if parts else text
 
 
+def load_sources(
+    sources: list[SourceSpec], settings: SourceSettings, validation_text: str | None
+) -> tuple[list[TokenRows], TokenRows | None]:
+    """(training sequences of each source, the validation text: `validation_text`, or else what the first one has).
+
+    Documents of the validation text, as far as they are text here, are trained on in no source. Collective.
+    """
+    first = load_source(sources[0], settings, validation_text)
+    validation = first.get("validation")
+    beside = replace(settings, validation_size=0.0, only_train=True)
+    if validation is not None and validation.folder is not None:
+        report = read_report(validation.folder)
+        beside = replace(beside, validation_size=report["validation_size"], seed=report["seed"])
+    others = [load_source(source, beside, validation_text)["train"] for source in sources[1:]]
+    return [first["train"], *others], validation
+
+
 def load_source(
     source: SourceSpec, settings: SourceSettings, validation_text: str | None = None
 ) -> dict[str, TokenRows]:
@@ -586,7 +610,7 @@ def load_source(
         own = _load_tokenized(Path(text), flag, settings)
         if "train" not in own:
             raise UserError(f"{flag} {text}: it has no split train.")
-        if validation_text is None:
+        if validation_text is None or settings.only_train:
             return own
         return {"train": own["train"], "validation": load_held_out(validation_text, "--validation_file", settings)}
     if flag == "--dataset_name":
@@ -596,9 +620,14 @@ def load_source(
     if validation_text is not None:
         if _is_tokenized(validation_text):
             train = _load_files({"train": splits["train"]}, text, replace(settings, validation_size=0.0))
+            if settings.only_train:
+                return train
             return train | {"validation": load_held_out(validation_text, "--validation_file", settings)}
-        splits["validation"] = list_documents(validation_text, "--validation_file", settings.text_column)
-    if "validation" in splits:
+        key = "held_out" if settings.only_train else "validation"
+        splits[key] = list_documents(validation_text, "--validation_file", settings.text_column)
+    if "validation" in splits and settings.only_train:
+        del splits["validation"]
+    elif "validation" in splits:
         settings = replace(settings, validation_size=0.0)
     return _load_files(splits, text, settings)
 
@@ -617,8 +646,14 @@ def load_held_out(text: str, flag: str, settings: SourceSettings) -> TokenRows:
     return _load_files({"validation": files}, text, settings)["validation"]
 
 
-def load_stream(source: SourceSpec, settings: SourceSettings, window: int) -> TokenStream:
-    """Stream of files or of a dataset on the hub."""
+def load_stream(
+    source: SourceSpec, settings: SourceSettings, window: int, validation_text: str | None = None
+) -> TokenStream:
+    """Stream of files or of a dataset on the hub, without the documents of the validation text."""
+    held_out: frozenset[int] = frozenset()
+    if validation_text is not None and not _is_tokenized(validation_text):
+        files = list_documents(validation_text, "--validation_file", settings.text_column)
+        held_out = digests(files, settings.text_column)
     text, flag = source.text, source.flag
     reader: FileReader | HubReader
     if flag == "--dataset_name":
@@ -632,7 +667,7 @@ def load_stream(source: SourceSpec, settings: SourceSettings, window: int) -> To
         reader = FileReader(list_documents(text, flag, settings.text_column), settings.text_column)
     return TokenStream(
         reader, source_name(text), settings.tokenizer, settings.max_seq_length, settings.document_masking,
-        window=window, seed=settings.seed,
+        window=window, seed=settings.seed, held_out=held_out,
     )  # fmt: skip
 
 
@@ -669,7 +704,9 @@ def _load_tokenized(path: Path, flag: str, settings: SourceSettings) -> dict[str
 
 
 def _load_files(splits: dict[str, list[Path]], text: str, settings: SourceSettings) -> dict[str, TokenRows]:
-    own = Settings(settings.text_column, settings.max_seq_length, settings.validation_size, settings.seed)
+    own = Settings(
+        settings.text_column, settings.max_seq_length, settings.validation_size, settings.seed, settings.only_train
+    )
     folder = prepared(splits, settings.tokenizer, own, settings.num_workers)
     return _as_rows(dict(datasets.load_from_disk(str(folder))), text, settings, folder)
 

@@ -53,7 +53,7 @@ from common.sources import (
     TokenRows,
     list_sources,
     load_held_out,
-    load_source,
+    load_sources,
     load_stream,
     source_name,
 )
@@ -138,15 +138,17 @@ def load_data(
     weights = [source.weight for source in args.sources]
     held_out: dict[str, TokenRows] = {}
     if args.streaming:
-        mixture = Mixture([load_stream(source, settings, args.shuffle_window) for source in args.sources], weights)
+        window, validation_file = args.shuffle_window, args.validation_file
+        mixture = Mixture([load_stream(source, settings, window, validation_file) for source in args.sources], weights)
         if args.validation_file:
             held_out[""] = load_held_out(args.validation_file, "--validation_file", settings)
         sampler = SourceSampler(mixture, batch_size, args.seed, max(1, args.max_steps) * batch_size)
     else:
-        first = load_source(args.sources[0], settings.setting_aside(args.validation_size), args.validation_file)
-        if "validation" in first:
-            held_out[""] = first["validation"]
-        rows = [first["train"], *(load_source(source, settings)["train"] for source in args.sources[1:])]
+        rows, validation = load_sources(
+            args.sources, settings.setting_aside(args.validation_size), args.validation_file
+        )
+        if validation is not None:
+            held_out[""] = validation
         mixture = Mixture([data.head(source, args.max_train_samples) for source in rows], weights)
         sampler = SourceSampler(mixture, batch_size, args.seed)
     for text in map(str.strip, filter(None, (args.forgetting_dataset or "").split(";"))):

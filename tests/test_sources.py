@@ -281,6 +281,47 @@ def test_hub_dataset(settings: SourceSettings, file: Path, monkeypatch: pytest.M
     assert tokens(again, 25, 400) == tokens(own, 25, 400), "also in the epochs after"
 
 
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_held_out_documents_are_trained_on_in_no_source(
+    settings: SourceSettings, tmp_path: Path, num_workers: int
+) -> None:
+    """Copies in other sources, and in the same one, of what is set aside or of a file of its own."""
+    settings = replace(settings, num_workers=num_workers)
+    shared = [f"Boil pot number {number} of the rice." for number in range(200)]
+    own = [f"Simmer the water of pot {number}." for number in range(200)]
+    first, second = tmp_path / "first.jsonl", tmp_path / "second.jsonl"
+    for file, lines in ((first, shared), (second, own + shared)):
+        file.write_text("".join(json.dumps({"text": text}) + "\n" for text in lines))
+    specs = [spec(str(first)), spec(str(second))]
+
+    def documents(rows: list[list[int]]) -> set[str]:
+        text = settings.tokenizer.decode([token for row in rows for token in row])
+        parts = text.replace(settings.tokenizer.bos_token, "").split(settings.tokenizer.eos_token)
+        return {part.strip() for part in parts} & {*shared, *own}
+
+    def texts(rows: TokenRows) -> set[str]:
+        return documents(rows.rows["input_ids"][:])
+
+    rows, validation = sources.load_sources(specs, settings.setting_aside(0.1), None)
+    assert validation is not None and 8 < len(held_out := texts(validation)) < 40 and held_out <= set(shared)
+    assert not held_out & texts(rows[0]) and not held_out & texts(rows[1])
+    assert len(texts(rows[1])) > 300 and rows[1].folder is not None
+    left_out = prepare.report_of(rows[1].folder, "train").dropped[prepare.HELD_OUT]
+    assert len(held_out) <= left_out < 80 and "documents that are held out" in str(rows[1])
+
+    apart = tmp_path / "held.jsonl"
+    apart.write_text("".join(json.dumps({"text": text}) + "\n" for text in shared[::20] + own[::20]))
+    rows, validation = sources.load_sources(specs, settings.setting_aside(0.1), str(apart))
+    assert validation is not None and len(held_out := texts(validation)) >= 19
+    for source, number in zip(rows, (10, 20), strict=True):
+        assert source.folder is not None and not held_out & texts(source)
+        assert prepare.report_of(source.folder, "train").dropped[prepare.HELD_OUT] == number
+    stream = sources.load_stream(specs[1], settings, 1024, str(apart))
+    seen = documents(tokens(stream, 0, 100))
+    assert len(seen) > 50 and not held_out & seen
+    assert "without 20 documents" in stream.contents
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Streams
 
