@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
+from transformers import AutoTokenizer, BartConfig, LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 
 from tests.forked import CONFIGS, REPOSITORY, ForkedParent, Result
 
@@ -94,6 +94,13 @@ def small_vocabulary(folder: Path) -> list[str]:
     return [f"--model_name_or_path={folder / 't5'}"]
 
 
+def few_positions(folder: Path) -> list[str]:
+    sizes = {"d_model": 8, "encoder_ffn_dim": 8, "decoder_ffn_dim": 8, "encoder_layers": 1, "decoder_layers": 1}
+    config = BartConfig(**sizes, encoder_attention_heads=2, decoder_attention_heads=2, max_position_embeddings=128)
+    config.save_pretrained(folder / "bart")
+    return [f"--model_config_path={folder / 'bart'}"]
+
+
 NO_SHORT_SUMMARY = "text,headline\n" + "Boil the water.,Take a pot and boil the water.\n" * 3 + ",Boil.\n"
 
 CASES = [
@@ -127,6 +134,7 @@ CASES = [
     ),
     Case("kind of model", ["LlamaConfig", "'llama'", "encoder-decoder"], llama),
     Case("vocabulary", ["vocab_size is 99", "--tokenizer_name_or_path"], small_vocabulary),
+    Case("positions", ["--max_source_length 320", "128 positions"], few_positions),
     Case("override", ["--config_overrides", "'layers=1'", "T5Config"], lambda _: ["--config_overrides=layers=1"]),
     Case("missing model", ["no such folder", "/absent/model"], lambda _: ["--model_name_or_path=/absent/model"]),
     Case(
