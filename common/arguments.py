@@ -234,6 +234,7 @@ class TrainArguments(
             ("adam_epsilon", "optim"): is_adamw,
             ("wandb_project", "report_to"): reports_to_wandb,
             ("wandb_entity", "report_to"): reports_to_wandb,
+            ("run_name", "report_to"): reports_to_wandb,
         }
 
     def __post_init__(self) -> None:
@@ -263,6 +264,10 @@ class TrainArguments(
         for name in ("adam_beta1", "adam_beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise UserError(f"--{name} is {getattr(self, name)}; it must be at least 0 and below 1.")
+        if self.ddp_timeout > MAX_TIMEOUT_SECONDS:
+            raise UserError(f"--ddp_timeout is {self.ddp_timeout}; it must be at most {MAX_TIMEOUT_SECONDS} seconds.")
+        if self.spike_factor is not None and self.spike_factor <= 1:
+            raise UserError(f"--spike_factor is {self.spike_factor}; it must be above 1: a step at the median is none.")
         if not 0 <= self.seed < 2**32:
             raise UserError(f"--seed is {self.seed}; it must be at least 0 and below 2**32.")
         if self.learning_rate == 0:
@@ -279,7 +284,7 @@ class TrainArguments(
             )
         for name, text in self.to_dict().items():
             is_source = name in ("resume_from_checkpoint", "accelerate_config", "dataset_name")
-            if text == "" and (is_source or name.endswith(("_file", "_path", "_dir"))):
+            if isinstance(text, str) and not text.strip() and (is_source or name.endswith(("_file", "_path", "_dir"))):
                 raise UserError(
                     f"--{name} is empty (a shell variable that is not set?): give a path, or drop the flag."
                 )
@@ -306,6 +311,8 @@ class TrainArguments(
 
 Arguments = TypeVar("Arguments", bound=TrainArguments)
 REPOSITORY = Path(__file__).resolve().parent.parent
+PATH_ENDINGS = ("_file", "_path", "_dir", "_checkpoint", "_config")
+MAX_TIMEOUT_SECONDS = 2**31
 CONFIG_FOLDER = REPOSITORY / "recipes" / "configs"
 # Packages of each tracker, one of which it needs.
 TRACKERS = {"wandb": ["wandb"], "tensorboard": ["tensorboard", "tensorboardX"]}
@@ -381,7 +388,9 @@ def parse_args(recipe: type[Arguments], argv: Sequence[str] | None = None) -> Ar
     _refuse_idle(args, _given(parser, argv))
     if args.output_dir is None:
         args.output_dir = str(Path("runs") / (preset.stem if preset else Path(sys.argv[0]).stem))
-    args.output_dir = os.path.expanduser(args.output_dir)  # a shell leaves the ~ of --output_dir=~/run as it is
+    for name, value in args.to_dict().items():  # a shell leaves the ~ of --output_dir=~/run as it is
+        if isinstance(value, str) and name.endswith(PATH_ENDINGS):
+            setattr(args, name, os.path.expanduser(value))
     return args
 
 

@@ -11,6 +11,7 @@ import glob
 import itertools
 import json
 import math
+import os
 import re
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -168,9 +169,15 @@ def list_tables(path: str | Path, flag: str) -> dict[str, list[Path]]:
 
 
 def expand_paths(text: str, flag: str) -> list[str]:
-    """Paths of a flag: with commas between, and patterns such as `games/*.pgn`."""
+    """Paths of a flag: with commas between, and patterns such as `games/*.pgn`.
+
+    Raises `UserError` for a pattern without files, and for nothing between two commas, which would be this folder.
+    """
     paths: list[str] = []
-    for part in [text] if Path(text).exists() else text.split(","):
+    parts = [text] if text.strip() and Path(text).exists() else [part.strip() for part in text.split(",")]
+    for part in map(os.path.expanduser, parts):
+        if not part:
+            raise UserError(f"{flag} {text!r}: a path is empty; take out the comma that is too much.")
         found = sorted(glob.glob(part, recursive=True)) if glob.has_magic(part) and not Path(part).exists() else [part]
         if not found:
             raise UserError(f"{flag} {part}: no file has such a name.")
@@ -495,24 +502,27 @@ def head(dataset: Dataset, max_rows: int | None) -> Dataset:
     return dataset if max_rows is None else dataset.select(range(min(max_rows, len(dataset))))
 
 
+def without_copies(train: Dataset, validation: Dataset, column: str) -> Dataset:
+    """The rows of `train` whose `column` has no text of `validation`: a model would know the answer."""
+    held_out = set(validation[column][:])
+    batches = train.select_columns(column).iter(1000)
+    is_kept = [text not in held_out for batch in batches for text in batch[column]]
+    if not any(is_kept):
+        raise UserError(f"nothing to train on: the {column} of all {len(train)} rows is in the validation rows, too")
+    return train.select(np.flatnonzero(is_kept))
+
+
 def split(dataset: Dataset, validation_size: float, seed: int, column: str) -> tuple[Dataset, Dataset]:
     """(train, validation): `validation_size` rows drawn by `seed`; below 1 it is a fraction. Rows keep their order.
 
-    Rows whose `column` has the same text as a row that is set aside are in neither: a model would know the answer.
+    Rows whose `column` has the same text as a row that is set aside are in neither.
     """
     num_rows = len(dataset)
     num_validation = max(1, round(validation_size * num_rows)) if validation_size < 1 else int(validation_size)
     if not 0 < num_validation < num_rows:
         raise UserError(f"{num_rows} rows are too few to set {num_validation} aside for validation")
-    drawn = np.sort(np.random.default_rng(seed).permutation(num_rows)[:num_validation])
-    validation = dataset.select(drawn)
-    held_out = set(validation[column][:])
-    is_train = np.concatenate(
-        [[text not in held_out for text in batch[column]] for batch in dataset.select_columns(column).iter(1000)]
-    )
-    if not is_train.any():
-        raise UserError(f"the {column} of all {num_rows} rows is in the {num_validation} set aside for validation, too")
-    return dataset.select(np.flatnonzero(is_train)), validation
+    validation = dataset.select(np.sort(np.random.default_rng(seed).permutation(num_rows)[:num_validation]))
+    return without_copies(dataset, validation, column), validation
 
 
 def tokenize(

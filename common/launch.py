@@ -458,7 +458,10 @@ def _set_up_process(args: TrainArguments, accelerator: Accelerator, strategy: St
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
-RUN_FILES = ("config.yaml", "metrics.jsonl", "checkpoints", "model", "best", "report.html", "tensorboard")
+RUN_FILES = (
+    "config.yaml", "metrics.jsonl", "checkpoints", "model", "best", "best.superseded", "report.html", "tensorboard",
+    "wandb",
+)  # fmt: skip
 
 
 def _check_output_dir(args: TrainArguments) -> None:
@@ -498,7 +501,8 @@ def _check_folder(args: TrainArguments, folder: Path) -> None:
         )
     if args.overwrite_output_dir:
         for name, value in args.to_dict().items():
-            inside = [part for part in found if isinstance(value, str) and _is_inside(value, folder / part)]
+            paths = [value, *re.split("[,;]", value)] if isinstance(value, str) else []
+            inside = [part for part in found if any(_is_inside(path.strip(), folder / part) for path in paths)]
             if inside and name != "output_dir":
                 raise UserError(
                     f"--overwrite_output_dir would remove {folder / inside[0]}, which --{name} {value} needs: choose "

@@ -177,16 +177,19 @@ def train(
     """
     output = Path(str(args.output_dir))
     progress, window, epoch = Progress(), _Window(accelerator), _EpochLine(plan.total, sampler.num_examples)
-    saves = [
-        step for step in range(1, num_steps + 1) if is_save_due(args, step, num_steps, plan.total, sampler.num_examples)
-    ]
     claim_output_dir(args, accelerator)
     saved = checkpoints.start(
-        model, optimizer, plan, dataset, sampler.lengths, num_steps=num_steps, num_saves=len(saves)
+        model,
+        optimizer,
+        plan,
+        dataset,
+        sampler.lengths,
+        num_steps=num_steps,
+        num_saves=count_saves(args, num_steps, plan.total, sampler.num_examples),
     )
     if num_steps == 0:
         progress = Progress(**saved["progress"]) if saved else progress
-        if checkpoints.last_saved_step is None:
+        if checkpoints.last_saved_step is None and not log.file.path.exists():
             log.start()
             _evaluate_only(accelerator, log, evaluate, progress.step)
             log.finish()
@@ -237,8 +240,10 @@ def train(
             bar.write(line)
 
     def fail(reason: str) -> NoReturn:
-        """On all processes, which see the same numbers; a checkpoint that is being written is kept."""
+        """On all processes, which see the same numbers; what is being written is kept, a checkpoint and the curves."""
         checkpoints.finish()
+        log.finish(has_failed=True)
+        accelerator.wait_for_everyone()  # the first to leave ends the others
         raise RunFailed(f"{reason} {checkpoints.last_complete().capitalize()}.")
 
     def check_finite(value: float, step: int) -> None:
@@ -462,6 +467,17 @@ def is_save_due(args: TrainArguments, step: int, num_steps: int, total_batch_siz
     if step == num_steps:
         return args.save_strategy != "no"
     return _is_due(args.save_strategy, args.save_steps, 1, step, total_batch_size, num_examples)
+
+
+def count_saves(args: TrainArguments, num_steps: int, total_batch_size: int, num_examples: int) -> int:
+    """Checkpoints of a whole run."""
+    if args.save_strategy == "no" or num_steps == 0:
+        return 0
+    before_last = num_steps - 1
+    if args.save_strategy == "steps":
+        assert args.save_steps is not None
+        return before_last // args.save_steps + 1
+    return min(before_last, before_last * total_batch_size // num_examples) + 1
 
 
 def _is_due(

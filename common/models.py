@@ -209,6 +209,8 @@ def _override(config: Any, folder: Path, text: str) -> Any:
         if not equals or not hasattr(config, key) or "=" in value:
             raise UserError(f"--config_overrides {item!r}: expected key=value with a key of {type(config).__name__}.")
         keys.append(type(config).attribute_map.get(key, key))
+    if twice := [key for key in keys if keys.count(key) > 1]:
+        raise UserError(f"--config_overrides {text!r}: {twice[0]} is given twice; remove one.")
     try:
         config.update_from_string(text.replace(" ", ""))
         asked = {key: getattr(config, key) for key in keys}

@@ -103,6 +103,7 @@ def write_report(folders: Sequence[Path], output: Path) -> None:
     launches = "".join(
         f"<h2>{escape(run.name)}: how it ran</h2><pre>{escape(run.launch)}</pre>" for run in runs if run.launch
     )
+    output.parent.mkdir(parents=True, exist_ok=True)
     write_text(
         output,
         f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+import shlex
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from netrc import NetrcParseError, netrc
@@ -133,10 +134,13 @@ class Trackers:
             name = re.sub(r"[^\w.-]", "-", folder.parent.name)  # wandb takes no other characters
             self._guard("wandb", run.log_artifact, str(folder), name=name, type="model")
 
-    def finish(self) -> None:
+    def finish(self, has_failed: bool = False) -> None:
         """Close the runs; call it once, at the end."""
         for tracker in list(self._trackers):
-            self._guard(tracker.name, tracker.finish)
+            if has_failed and tracker.name == "wandb":
+                self._guard("wandb", tracker.tracker.finish, exit_code=1)
+            else:
+                self._guard(tracker.name, tracker.finish)
         self._trackers.clear()
 
     def _guard(self, name: str, action: Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:
@@ -183,12 +187,12 @@ class RunLog:
         if self.trackers:
             self.trackers.log(step, metrics)
 
-    def finish(self, model_folder: Path | None = None) -> None:
+    def finish(self, model_folder: Path | None = None, has_failed: bool = False) -> None:
         """Write report.html and close the trackers, after uploading the exported model to wandb where it is given."""
         if self.trackers:
             if model_folder is not None:
                 self.trackers.upload_model(model_folder)
-            self.trackers.finish()
+            self.trackers.finish(has_failed)
         self._write_report()
 
     def _write_report(self) -> None:
@@ -211,7 +215,7 @@ def _wandb_tracker(
     mode = wandb_mode()
     if mode == "offline":
         accelerator.print(
-            f"wandb: offline; upload the run with `wandb sync {output_dir}/wandb/offline-run-*`, "
+            f"wandb: offline; upload the run with `wandb sync {shlex.quote(str(output_dir))}/wandb/offline-run-*`, "
             "or log in first (`wandb login`, or WANDB_API_KEY)."
         )
     settings = wandb.Settings(init_timeout=WANDB_TIMEOUT_SECONDS)

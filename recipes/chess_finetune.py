@@ -74,6 +74,9 @@ class ChessArguments(TrainArguments):
     def acting(self) -> dict[tuple[str, str], bool]:
         return super().acting() | {
             ("validation_size", "validation_file"): self.validation_file is None,
+            ("dataset_config_name", "dataset_name"): self.dataset_name is not None,
+            ("square_tokenizer", "model_name_or_path"): self.model_name_or_path is None,
+            ("engine", "eval_strategy"): self.eval_strategy != "no" or self.eval_on_start or self.max_steps == 0,
             ("engine_games", "engine"): self.engine is not None,
             ("engine_nodes", "engine"): self.engine is not None,
         }

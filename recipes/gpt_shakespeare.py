@@ -69,6 +69,7 @@ class GPTArguments(TrainArguments):
 
     def acting(self) -> dict[tuple[str, str], bool]:
         return super().acting() | {
+            ("character_level", "model_name_or_path"): self.model_name_or_path is None,
             ("temperature", "prompt"): self.prompt is not None,
             ("max_new_tokens", "prompt"): self.prompt is not None,
         }

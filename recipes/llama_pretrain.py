@@ -151,7 +151,7 @@ def load_data(
             held_out[""] = validation
         mixture = Mixture([data.head(source, args.max_train_samples) for source in rows], weights)
         sampler = SourceSampler(mixture, batch_size, args.seed)
-    for text in map(str.strip, filter(None, (args.forgetting_dataset or "").split(";"))):
+    for text in filter(None, map(str.strip, (args.forgetting_dataset or "").split(";"))):
         if (name := f"{source_name(text)}_") in held_out:
             raise UserError(f"--forgetting_dataset {args.forgetting_dataset}: two are called {name[:-1]}; rename one.")
         held_out[name] = load_held_out(text, "--forgetting_dataset", settings)

@@ -76,6 +76,7 @@ class T5Arguments(TrainArguments):
     def acting(self) -> dict[tuple[str, str], bool]:
         return super().acting() | {
             ("validation_size", "validation_file"): self.validation_file is None,
+            ("dataset_config_name", "dataset_name"): self.dataset_name is not None,
         }
 
     def __post_init__(self) -> None:
@@ -134,11 +135,15 @@ def load_articles(args: T5Arguments) -> tuple[Dataset, Dataset, Counter[str]]:
             num_workers=args.preprocessing_num_workers,
         )
         left_out += dropped
-    if "validation" not in splits:
-        rows = splits["train"]
-        splits["train"], splits["validation"] = data.split(rows, args.validation_size, args.seed, "document")
-        left_out += Counter({"copy of a validation document": len(rows) - sum(map(len, splits.values()))})
-    train, validation = splits["train"], splits["validation"]
+    rows, is_drawn = splits["train"], "validation" not in splits
+    if is_drawn:
+        train, validation = data.split(rows, args.validation_size, args.seed, "document")
+    else:
+        train, validation = rows, splits["validation"]
+    if args.validation_file:
+        train = data.without_copies(train, validation, "document")
+    num_copies = len(rows) - len(train) - (len(validation) if is_drawn else 0)
+    left_out += Counter({"copy of a validation document": num_copies})
     return data.head(train, args.max_train_samples), data.head(validation, args.max_eval_samples), left_out
 
 

@@ -230,6 +230,7 @@ IDLE = [
     ("--adam_epsilon=1e-6", "optim: adafactor", "--optim adafactor", "--optim=adamw"),
     ("--wandb_project=x", "", "--report_to none", "--report_to=wandb"),
     ("--wandb_entity=x", "", "--report_to none", "--report_to=wandb"),
+    ("--run_name=x", "", "--report_to none", "--report_to=wandb"),
     ("--spike_action=stop", "", "without --spike_factor", "--spike_factor=3"),
 ]  # fmt: skip
 
@@ -503,6 +504,8 @@ def test_the_first_process(environment: dict[str, str], expected: bool, monkeypa
 def test_the_home_folder_in_the_output_folder(preset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/me")
     assert parse(preset, "", "--output_dir=~/run").output_dir == "/home/me/run"
+    args = parse(preset, "model_name_or_path: ~/model\n", "--resume_from_checkpoint=~/run")
+    assert (args.model_name_or_path, args.resume_from_checkpoint) == ("/home/me/model", "/home/me/run")
 
 
 def test_tracker_names(monkeypatch: pytest.MonkeyPatch) -> None:

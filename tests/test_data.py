@@ -322,6 +322,20 @@ def test_as_text() -> None:
             data.as_text(value)
 
 
+def test_paths_with_commas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("a.txt", "b.txt", "c, d.txt"):
+        (tmp_path / name).touch()
+    assert data.expand_paths("a.txt, b.txt", "--f") == ["a.txt", "b.txt"]
+    assert data.expand_paths("c, d.txt", "--f") == ["c, d.txt"]
+    assert data.expand_paths("a.txt,~/b.txt", "--f") == ["a.txt", str(tmp_path / "b.txt")]
+    assert data.expand_paths("?.txt", "--f") == ["a.txt", "b.txt"]
+    for text in ("a.txt,", "a.txt, ", ",a.txt", " ", ""):
+        with pytest.raises(UserError, match=f"--f '{text}': a path is empty; take out the comma"):
+            data.expand_paths(text, "--f")
+
+
 def test_squeeze() -> None:
     assert data.squeeze(" a\t b\r\n\r\n \xa0\nc  ") == "a b\nc"
 
@@ -350,7 +364,7 @@ def test_copies_of_validation_rows_are_not_trained_on() -> None:
     held_out = set(validation["text"][:])
     assert train["row"][:] == [row for row in range(3000) if str(row // 2) not in held_out]
     same = datasets.Dataset.from_dict({"text": ["a"] * 10})
-    with pytest.raises(UserError, match="the text of all 10 rows is in the 1 set aside"):
+    with pytest.raises(UserError, match="nothing to train on: the text of all 10 rows is in the validation"):
         data.split(same, 0.1, 0, "text")
 
 

@@ -118,9 +118,11 @@ def test_a_spike_is_reported_with_its_documents(forked: ForkedParent, news: Path
     result = run(forked, tmp_path / "warn", *flags, num_processes=1)
     assert result.exit_code == 0, result.output
     assert "warning: step 1" in result.output and "; its batch has news.jsonl:" in result.output
-    result = run(forked, tmp_path / "stop", *flags, "--spike_action=stop", num_processes=1)
+    flags += ["--spike_action=stop", "--report_to=tensorboard"]
+    result = run(forked, tmp_path / "stop", *flags, num_processes=2)
     assert result.exit_code == 1 and "its batch has news.jsonl:" in result.output, result.output
     assert "Traceback" not in result.output
+    assert (tmp_path / "stop" / "report.html").is_file(), "the curves of a run that failed are those to be seen"
 
 
 @pytest.mark.parametrize(
@@ -136,6 +138,8 @@ def test_a_spike_is_reported_with_its_documents(forked: ForkedParent, news: Path
         (["--validation_size=1"], "--validation_size is 1.0; a fraction below 1"),
         (["--max_seq_length=1"], "--max_seq_length is 1; it is too small"),
         (["--spike_factor=0"], "--spike_factor is 0.0; it must be greater than 0"),
+        (["--spike_factor=0.5"], "--spike_factor is 0.5; it must be above 1"),
+        (["--train_file= "], "--train_file is empty"),
     ],
 )
 def test_mistakes_in_arguments(flags: list[str], message: str) -> None:

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from common import loop
 from common.arguments import TrainArguments
-from common.loop import HostValue, StepResult, _EpochLine, _Window, is_due, is_save_due, train_step
+from common.loop import HostValue, StepResult, _EpochLine, _Window, count_saves, is_due, is_save_due, train_step
 from common.optim import LossScale
 
 
@@ -33,6 +33,18 @@ def test_saves_are_due_by_steps_by_epochs_and_at_the_end() -> None:
     # 22 examples in batches of 4: epochs end within the steps 6 and 11.
     assert due(is_save_due, 13, 13, save_strategy="epoch") == [6, 11, 13]
     assert due(is_save_due, 13, 13, save_strategy="no") == []
+
+
+@pytest.mark.parametrize("settings", [{"save_strategy": "steps", "save_steps": n} for n in (1, 4, 5, 50)] + [
+    {"save_strategy": "epoch"}, {"save_strategy": "no"}
+])  # fmt: skip
+def test_saves_are_counted(settings: dict[str, Any]) -> None:
+    args = Arguments(**settings)
+    for total, examples in ((4, 22), (30, 22), (22, 22)):
+        for num_steps in range(0, 25):
+            steps = range(1, num_steps + 1)
+            due = [step for step in steps if is_save_due(args, step, num_steps, total, examples)]
+            assert count_saves(args, num_steps, total, examples) == len(due), (total, num_steps)
 
 
 def test_evaluations_are_due_by_steps_and_by_parts_of_epochs() -> None:

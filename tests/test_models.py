@@ -440,6 +440,12 @@ def test_an_override_that_drops_weights_is_refused(folder: Path, accelerator: Ac
     assert load_model(args, load_config(args), AutoModelForCausalLM, accelerator)[0].config.attention_dropout == 0.5
 
 
+def test_an_override_that_is_given_twice() -> None:
+    args = TrainArguments(model_config_path=str(T5_DEMO), config_overrides="num_layers=2,d_ff=8,num_layers=3")
+    with pytest.raises(UserError, match="num_layers is given twice; remove one"):
+        load_config(args)
+
+
 def test_overrides_of_the_config() -> None:
     def config(overrides: str) -> Any:
         return load_config(TrainArguments(model_config_path=str(T5_DEMO), config_overrides=overrides))

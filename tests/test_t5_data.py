@@ -142,9 +142,12 @@ def test_official_splits(recipe: ModuleType, tmp_path: Path) -> None:
         assert [row["summary"] for row in train] == ["Step 0.", "Step 1."]
         assert [row["summary"] for row in validation] == ["Step 3."]
         assert left_out == {"title in neither list": 2}
-    # An explicit validation file takes the lists' place.
-    train, validation, left_out = load(recipe, train_file=str(file), validation_file=str(file))
-    assert (len(train), len(validation), left_out) == (5, 5, Counter())
+    # An explicit validation file takes the lists' place; what is in it is not trained on.
+    own = write_csv(tmp_path / "own.csv", [["headline", "title", "text"], *rows[:2]])
+    train, validation, left_out = load(recipe, train_file=str(file), validation_file=str(own))
+    assert (len(train), len(validation), left_out) == (3, 2, {"copy of a validation document": 2})
+    with pytest.raises(UserError, match="nothing to train on: the document of all 5 rows is in the validation rows"):
+        load(recipe, train_file=str(file), validation_file=str(file))
 
 
 def test_lists_of_another_dataset(recipe: ModuleType, tmp_path: Path) -> None:

@@ -112,6 +112,22 @@ def test_a_report_that_cannot_be_written_is_a_warning(tmp_path: Path, capsys: py
     assert capsys.readouterr().out == "" and (tmp_path / "report.html").is_file()
 
 
+def test_a_run_that_failed_is_marked_in_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    class Run:
+        def finish(self, exit_code: int = 0) -> None:
+            calls.append(exit_code)
+
+    for name in ("start", "store_init_configuration"):
+        monkeypatch.setattr(WandBTracker, name, lambda *args: None)
+    monkeypatch.setattr(WandBTracker, "tracker", Run())
+    monkeypatch.setattr(WandBTracker, "run", Run(), raising=False)  # accelerate's own finish
+    for has_failed in (True, False):
+        make_trackers(Accelerator(cpu=True), ["wandb", "tensorboard"], tmp_path).finish(has_failed)
+    assert calls == [1, 0]
+
+
 def test_model_goes_to_wandb_as_an_artifact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []
 

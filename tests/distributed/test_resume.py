@@ -274,6 +274,10 @@ def test_the_best_checkpoint_survives_and_its_metric_is_remembered(forked: Forke
     best = f"--resume_from_checkpoint={output}/checkpoints/step_00000002"
     train(forked, tmp_path / "evaluation", best, "--max_steps=0", config="single_device")
     assert [(line["step"], line["eval_loss"]) for line in lines(tmp_path / "evaluation")] == [(2, losses[2])]
+    # What stands in a folder is of one run.
+    other = f"--resume_from_checkpoint={output}/checkpoints/step_00000004"
+    train(forked, tmp_path / "evaluation", other, "--max_steps=0", config="single_device")
+    assert [line["step"] for line in lines(tmp_path / "evaluation")] == [2]
 
 
 def test_the_best_model_of_another_metric_or_folder(forked: ForkedParent, tmp_path: Path) -> None:
@@ -303,7 +307,8 @@ def test_a_checkpoint_does_not_go_on_in_the_folder_of_another_run(forked: Forked
         forked, tmp_path / "another", *saving(1), "--max_steps=3", checkpoint, config="single_device", exit_code=2
     )
     assert (
-        f"another holds another run (config.yaml, metrics.jsonl, checkpoints, model) than {tmp_path}" in result.output
+        f"another holds another run (config.yaml, metrics.jsonl, checkpoints, model, report.html) than {tmp_path}"
+        in result.output
     )
     assert {path: path.read_bytes() for path in (tmp_path / "another").rglob("*") if path.is_file()} == before
     for _ in range(2):  # a command that was interrupted may be given again
