@@ -5,7 +5,7 @@ import math
 import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -98,7 +98,7 @@ def write_report(folders: Sequence[Path], output: Path) -> None:
     """Write the page of these runs to `output`, at once. Raises `UserError` as `read_run`."""
     runs = [read_run(folder) for folder in folders]
     if len({run.name for run in runs}) < len(runs):
-        runs = [Run(str(path), *list(vars(run).values())[1:]) for path, run in zip(folders, runs, strict=True)]
+        runs = [replace(run, name=str(path)) for path, run in zip(folders, runs, strict=True)]
     title = ", ".join(run.name for run in runs)
     launches = "".join(
         f"<h2>{escape(run.name)}: how it ran</h2><pre>{escape(run.launch)}</pre>" for run in runs if run.launch

@@ -94,6 +94,12 @@ def test_a_recipe_is_found_as_a_user_calls_it() -> None:
     assert run.returncode == 0 and "ddp.yaml: fine" in run.stdout, run.stderr
 
 
+def test_numbers_of_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit:
+        check_config.main(["ddp", "--num_gpus", "-1"])
+    assert exit.value.code == 2 and "--num_gpus is -1; it must be at least 1" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [

@@ -38,7 +38,11 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     launcher.add_argument("--num_machines", type=int)
     launcher.add_argument("--mixed_precision", choices=("no", "bf16", "fp16", "fp8"))
     parser.add_argument("--num_gpus", type=int, help="GPUs of each machine (default: not compared)")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    for name in ("num_processes", "num_machines", "num_gpus"):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
+            parser.error(f"--{name} is {getattr(args, name)}; it must be at least 1")
+    return args
 
 
 def find(name: str, folder: Path, what: str) -> Path:
