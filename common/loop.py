@@ -447,7 +447,9 @@ def _evaluate_only(accelerator: Accelerator, log: RunLog | None, evaluate: Evalu
 
 
 def _say_where(accelerator: Accelerator, output: Path, progress: Progress, metric: str) -> None:
-    parts = [f"metrics {output / 'metrics.jsonl'}", f"curves {output / 'report.html'}"]
+    parts = [f"metrics {output / 'metrics.jsonl'}"]
+    if (output / "report.html").is_file():
+        parts.append(f"curves {output / 'report.html'}")
     if progress.step:
         parts.insert(0, f"model {output / 'model'}")
     if progress.best_step is not None:

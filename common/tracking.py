@@ -204,7 +204,7 @@ class RunLog:
             write_report([self.folder], self.folder / FILE)
         except Exception as error:  # the run is done, and tools/report.py makes the page as well
             reason = " ".join(str(error).split())
-            print(f"warning: no report.html ({reason}); `python tools/report.py {self.folder}` again.")
+            print(f"warning: no report.html ({reason}); `python tools/report.py {self.folder}` makes it.")
 
 
 def _wandb_tracker(
