@@ -131,6 +131,10 @@ def test_small_models_are_told_in_mib(monkeypatch: pytest.MonkeyPatch, capsys: p
     ("flags", "message"),
     [
         ([*SEVEN, "--device_memory_gib", "nan"], "--device_memory_gib nan: expected GiB, such as 80"),
+        (
+            ["--config", "gpt_shakespeare_demo", "--max_seq_length", "10000"],
+            "--max_seq_length 10000: the model has 64 positions; lower it",
+        ),
         (["--config", "none"], "--config none: no such preset; there are chess_finetune_100m"),
         (["--model_config_path", "none"], "--model_config_path none: no such file or folder"),
         ([], "give --model_name_or_path"),

@@ -32,7 +32,7 @@ from common.memory import (
     estimate,
     largest_batch,
 )
-from common.models import load_config, meta_model
+from common.models import check_positions, load_config, meta_model
 
 DTYPES = {
     "float64": torch.float64, "float32": torch.float32, "fp32": torch.float32, "bf16": torch.bfloat16,
@@ -95,9 +95,10 @@ def plan(args: argparse.Namespace) -> str:
             parameter.data = parameter.data.to(dtype)
         return model
 
-    lengths = [settings["max_seq_length"], 0]
-    if config.is_encoder_decoder:
-        lengths = [settings["max_source_length"], settings["max_target_length"]]
+    names_of_lengths = ["max_source_length", "max_target_length"] if config.is_encoder_decoder else ["max_seq_length"]
+    for name in names_of_lengths:
+        check_positions(config, name, settings[name])
+    lengths = [*(settings[name] for name in names_of_lengths), 0][:2]
     dtype_name = settings.get("param_dtype", "float32")
     dtype = DTYPES[dtype_name]
 
