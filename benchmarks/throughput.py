@@ -13,6 +13,7 @@ import json
 import os
 import shlex
 import shutil
+import signal
 import socket
 import statistics
 import subprocess
@@ -123,6 +124,7 @@ def run_until(
 
     The first line gets `seconds_to_first_line`, counted from the start of the command.
     """
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # by timeout(1): not without the command
     started, first = time.perf_counter(), 0.0
     with log.open("w") as file:
         process = subprocess.Popen(
