@@ -24,7 +24,7 @@ from common.data import Batch
 from common.losses import set_training_loss, token_loss
 
 # What autocast computes in its type, of what the models call.
-_MATMULS = {F.linear, torch.addmm, torch.matmul, torch.Tensor.matmul, torch.bmm, torch.baddbmm}
+_MATMULS = {F.linear, torch.addmm, torch.matmul, torch.Tensor.matmul, torch.bmm, torch.baddbmm, torch.Tensor.baddbmm}
 
 
 def meta_batch(config: Any, batch_size: int, source_length: int, target_length: int) -> Batch:
@@ -140,7 +140,7 @@ class _GpuKernels(TorchFunctionMode):
             probability, is_training = args[1] if len(args) > 1 else kwargs["p"], kwargs.get("training", True)
             return torch.native_dropout(args[0], probability, True)[0] if is_training and probability else args[0]
         if func in _MATMULS:
-            args = self._cast(*args)
+            args, kwargs = self._cast(*args), dict(zip(kwargs, self._cast(*kwargs.values()), strict=True))
         return func(*args, **kwargs)
 
     def _cast(self, *args: Any) -> tuple[Any, ...]:

@@ -313,10 +313,17 @@ def digests(files: Iterable[Path], text_column: str) -> frozenset[int]:
 
 
 def digest(piece: Piece) -> int | None:
-    """Of a document's text; None where the piece is not a whole document."""
+    """Of a document's text, whatever blanks are between its words; None where the piece is not a whole document."""
     if piece.text is None or not (piece.starts and piece.ends):
         return None
-    return xxhash.xxh3_64_intdigest(piece.text.encode())
+    return xxhash.xxh3_64_intdigest(" ".join(piece.text.split()).encode())
+
+
+def refuse_shared(train: Iterable[Path], held_out: Iterable[Path]) -> None:
+    """Raise `UserError` for a file that is both to be trained on and held out."""
+    shared = {file.resolve() for file in train} & {file.resolve() for file in held_out}
+    if shared:
+        raise UserError(f"{min(shared)} is both trained on and the validation text; give another validation file.")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -9,6 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 
+def user_path(text: str) -> Path:
+    """Path of a command's argument; a shell leaves the ~ of --output=~/run as it is."""
+    return Path(text).expanduser()
+
+
 def sync(path: Path) -> None:
     """Wait until a file's contents, or the names in a folder, are on disk."""
     descriptor = os.open(path, os.O_RDONLY)
@@ -39,10 +44,10 @@ def write_text(path: Path, text: str) -> None:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
+        temporary.replace(path)
     except OSError:  # a full disk
         temporary.unlink(missing_ok=True)
         raise
-    temporary.replace(path)
     sync(path.parent)
 
 

@@ -45,6 +45,7 @@ from common.documents import (
     file_size,
     is_held_out,
     read_pieces,
+    refuse_shared,
 )
 from common.files import locked, write_text
 from common.stopping import leave_with_parent
@@ -318,6 +319,7 @@ def prepare(
 
     Raises UserError for a folder that holds something else, bad input, and too little of it.
     """
+    refuse_shared(splits.get("train", ()), [*splits.get("validation", ()), *splits.get("held_out", ())])
     encoder = Encoder(tokenizer)
     identity = describe(splits, encoder, settings)
     with locked(output):
@@ -392,6 +394,8 @@ def _check_same(output: Path, identity: dict[str, Any]) -> None:
 def _check_enough(reports: dict[str, Report], splits: Mapping[str, list[Path]], settings: Settings) -> None:
     files = splits.get("train") or [file for files in splits.values() for file in files]
     source = ", ".join(map(str, files[:3]))
+    if "train" in reports and not reports["train"].documents and reports["train"].dropped.get(HELD_OUT):
+        raise UserError(f"{source}: all its documents are held out for validation; give other text to train on.")
     if "train" in reports and reports["train"].sequences == 0:
         raise UserError(
             f"{source}: {reports['train'].tokens:,} training tokens do not fill one sequence of "

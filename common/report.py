@@ -71,31 +71,42 @@ def read_run(folder: Path) -> Run:
     metrics, config, best = (folder / name for name in ("metrics.jsonl", "config.yaml", "best/best_step.json"))
     if not metrics.is_file():
         raise UserError(f"{folder}: no metrics.jsonl in it; give the output folder of a run.")
-    lines = metrics.read_text(encoding="utf-8").splitlines(keepends=True)
     rows = []
-    for number, line in enumerate(lines, start=1):
+    for number, line in enumerate(_read(metrics).splitlines(keepends=True), start=1):
         if not line.endswith("\n"):  # is being written, or was when the run was killed
             continue
         try:
             row = json.loads(line)
-            int(row["step"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{metrics}, line {number}: expected a JSON object with a step: {line[:60]!r}") from error
+            is_row = isinstance(row, dict) and isinstance(row.get("step"), int)
+        except ValueError:
+            is_row = False
+        if not is_row:
+            raise UserError(f"{metrics}, line {number}: expected a JSON object with a step: {line[:60]!r}")
         rows.append(row)
-    text = config.read_text(encoding="utf-8") if config.is_file() else ""
+    text = _read(config) if config.is_file() else ""
+    try:
+        settings = yaml.safe_load(text) or {}
+        chosen = json.loads(_read(best)) if best.is_file() else None
+    except (yaml.YAMLError, ValueError) as error:
+        raise UserError(f"{folder}: its config.yaml or best_step.json cannot be read: {error}") from error
+    if not isinstance(settings, dict):
+        raise UserError(f"{config}: expected lines of `key: value`, found {type(settings).__name__}.")
     launch = re.match(r"(# .*\n)*", text)
     assert launch is not None
-    return Run(
-        folder.resolve().name,
-        rows,
-        yaml.safe_load(text) or {},
-        re.sub(r"(?m)^# ", "", launch.group()),
-        json.loads(best.read_text()) if best.is_file() else None,
-    )
+    return Run(folder.resolve().name, rows, settings, re.sub(r"(?m)^# ", "", launch.group()), chosen)
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{file}: not UTF-8 text ({error.reason}).") from error
 
 
 def write_report(folders: Sequence[Path], output: Path) -> None:
-    """Write the page of these runs to `output`, at once. Raises `UserError` as `read_run`."""
+    """Write the page of these runs to `output`, at once. Raises `UserError` as `read_run`, and for another ending."""
+    if output.suffix != ".html" or output.is_dir():
+        raise UserError(f"--output {output}: give the name of a page, which ends in .html.")
     runs = [read_run(folder) for folder in folders]
     if len({run.name for run in runs}) < len(runs):
         runs = [replace(run, name=str(path)) for path, run in zip(folders, runs, strict=True)]

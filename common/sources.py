@@ -44,6 +44,7 @@ from common.documents import (
     encoded,
     list_documents,
     read_pieces,
+    refuse_shared,
 )
 from common.losses import IGNORE_INDEX
 from common.prepare import COMPLETE, REPORT, Settings, prepared, read_report, report_of
@@ -306,6 +307,8 @@ class TokenStream:
     ) -> None:
         """held_out: `digests` of documents that are read as if they were empty."""
         self._held_out = held_out
+        digest_of_all = xxhash.xxh3_64_hexdigest(np.array(sorted(held_out), dtype=np.uint64).tobytes())
+        self._without = f", without {len(held_out):,} documents ({digest_of_all})" if held_out else ""
         self.name, self.reader, self.window, self.seed = name, reader, window, seed
         self._encoder = Encoder(tokenizer)
         self._length = max_seq_length
@@ -327,7 +330,7 @@ class TokenStream:
         masking = " of documents that do not see each other" if self._document_masking else ""
         return (
             f"{self}, column {self.reader.text_column}, sequences of {self._length} tokens{masking}, shuffled by "
-            f"{self.window}" + (f", without {len(self._held_out):,} documents" if self._held_out else "")
+            f"{self.window}{self._without}"
         )
 
     def remember(self, num_sequences: int) -> None:
@@ -651,9 +654,10 @@ def load_stream(
 ) -> TokenStream:
     """Stream of files or of a dataset on the hub, without the documents of the validation text."""
     held_out: frozenset[int] = frozenset()
+    held_out_files: list[Path] = []
     if validation_text is not None and not _is_tokenized(validation_text):
-        files = list_documents(validation_text, "--validation_file", settings.text_column)
-        held_out = digests(files, settings.text_column)
+        held_out_files = list_documents(validation_text, "--validation_file", settings.text_column)
+        held_out = digests(held_out_files, settings.text_column)
     text, flag = source.text, source.flag
     reader: FileReader | HubReader
     if flag == "--dataset_name":
@@ -664,7 +668,9 @@ def load_stream(
     elif _is_tokenized(text):
         raise UserError(f"{flag} {text}: a tokenized folder is read without --streaming: drop the flag.")
     else:
-        reader = FileReader(list_documents(text, flag, settings.text_column), settings.text_column)
+        files = list_documents(text, flag, settings.text_column)
+        refuse_shared(files, held_out_files)
+        reader = FileReader(files, settings.text_column)
     return TokenStream(
         reader, source_name(text), settings.tokenizer, settings.max_seq_length, settings.document_masking,
         window=window, seed=settings.seed, held_out=held_out,

@@ -17,6 +17,7 @@ from accelerate.tracking import GeneralTracker, TensorBoardTracker, WandBTracker
 
 from common.arguments import TrainArguments, UserError, tracker_names
 from common.files import write_text
+from common.launch import RunFailed
 
 Metrics = Mapping[str, float | int | str]
 
@@ -46,8 +47,11 @@ class MetricsLog:
             return
         values = {key: None if _is_non_finite(value) else value for key, value in metrics.items()}
         line = json.dumps({"step": step, **values}, allow_nan=False) + "\n"
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(line)
+        try:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(line)
+        except OSError as error:
+            raise RunFailed(f"{self.path}: cannot be written ({error.strerror}); was the folder moved?") from error
 
     def truncate_after(self, step: int) -> None:
         """Drop the lines of later steps, and a last line that a killed run left incomplete, before going on at `step`.

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from common.files import locked, publish, write_text
+from common.files import locked, publish, user_path, write_text
 from common.launch import write_config
 
 
@@ -71,6 +71,11 @@ def test_a_file_is_the_old_one_until_it_is_the_new_one(
             write()
         assert path.read_text() == "old\n"
         assert [file.name for file in tmp_path.iterdir()] == ["config.yaml"], "no room is taken by half a file"
+
+
+def test_the_home_folder_of_a_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    assert user_path("~/run") == Path("/home/me/run") and user_path("a/~") == Path("a/~")
 
 
 def test_a_locked_folder_that_is_removed_is_made_again(tmp_path: Path) -> None:

@@ -131,6 +131,10 @@ def test_a_run_that_is_being_written(tmp_path: Path) -> None:
             ["{folder}/run", "{folder}/run"],
             "error: several runs: say with --output where their page is to be written.\n",
         ),
+        (
+            ["{folder}/run", "--output", "{folder}/x"],
+            "error: --output {folder}/x: give the name of a page, which ends in .html.\n",
+        ),
         (["{folder}/bad"], "error: {folder}/bad/metrics.jsonl, line 2: expected a JSON object with a step: '[1]\\n'\n"),
     ],
 )
@@ -143,6 +147,24 @@ def test_errors(arguments: list[str], message: str, tmp_path: Path, capsys: pyte
     assert not list(tmp_path.rglob("report.html"))
     with pytest.raises(UserError):
         read_run(tmp_path / "nothing")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("config.yaml", b"a: [1\n", "its config.yaml or best_step.json cannot be read"),
+        ("config.yaml", b"a: \xff\n", "config.yaml: not UTF-8 text"),
+        ("config.yaml", b"- a\n", "config.yaml: expected lines of `key: value`, found list"),
+        ("best/best_step.json", b"", "its config.yaml or best_step.json cannot be read"),
+        ("metrics.jsonl", b'{"step": "3"}\n', "metrics.jsonl, line 1: expected a JSON object with a step"),
+        ("metrics.jsonl", b"\xff\n", "metrics.jsonl: not UTF-8 text"),
+    ],
+)
+def test_broken_files(name: str, content: bytes, message: str, tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "run")
+    (folder / name).write_bytes(content)
+    with pytest.raises(UserError, match=re.escape(message)):
+        write_report([folder], folder / "report.html")
 
 
 def test_long_curves_keep_their_spikes() -> None:

@@ -320,6 +320,16 @@ def test_held_out_documents_are_trained_on_in_no_source(
     seen = documents(tokens(stream, 0, 100))
     assert len(seen) > 50 and not held_out & seen
     assert "without 20 documents" in stream.contents
+    other = sources.load_stream(specs[1], settings, 1024, str(write(tmp_path / "other.jsonl", 20, 3)))
+    assert "without 20 documents" in other.contents and other.contents != stream.contents
+
+    loads: list[Any] = [sources.load_sources, lambda *args: sources.load_stream(specs[0], settings, 9, args[2])]
+    for load in loads:
+        with pytest.raises(UserError, match=f"{first} is both trained on and the validation text"):
+            load(specs, settings, str(first))
+    second.write_text("".join(json.dumps({"text": f" {text}\n"}) + "\n" for text in shared))
+    with pytest.raises(UserError, match=f"{first}: all its documents are held out for validation"):
+        sources.load_sources(specs[:1], settings, str(second))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

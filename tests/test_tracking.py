@@ -9,6 +9,7 @@ from accelerate import Accelerator
 from accelerate.tracking import TensorBoardTracker, WandBTracker
 
 from common.arguments import TrainArguments, UserError
+from common.launch import RunFailed
 from common.tracking import MetricsLog, RunLog, Trackers, format_metrics, wandb_mode
 from tests.forked import ForkedParent
 
@@ -65,6 +66,13 @@ def test_truncate_after_names_a_broken_line(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\nhello\n{"step": 2}\n')
     with pytest.raises(UserError, match=r"metrics\.jsonl, line 2: .*'hello'"):
         MetricsLog(tmp_path, is_main_process=True).truncate_after(1)
+
+
+def test_a_folder_that_is_gone_is_named(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path / "run", is_main_process=True)
+    (tmp_path / "run").rmdir()
+    with pytest.raises(RunFailed, match=r"run/metrics.jsonl: cannot be written \(No such file or directory\)"):
+        log.log(1, {"loss": 1.0})
 
 
 def test_format_metrics() -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from common.arguments import UserError
+from common.files import user_path
 
 EXIT_ERROR = 1
 EXIT_USER_ERROR = 2
@@ -55,8 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="file or folder of games")
-    parser.add_argument("-o", "--output", required=True, type=Path, help="JSON lines file to write, or to replace")
+    parser.add_argument("files", nargs="+", type=user_path, metavar="FILE", help="file or folder of games")
+    parser.add_argument("-o", "--output", required=True, type=user_path, help="JSON lines file to write, or to replace")
     args = parser.parse_args(argv)
     try:
         if convert(args.files, args.output) == 0:

@@ -9,7 +9,8 @@ A run's folder stands for its newest complete checkpoint. The new folder has wei
 
 import argparse
 import sys
-from pathlib import Path
+
+from common.files import user_path
 
 EXIT_ERROR = 1
 EXIT_USAGE = 2
@@ -20,8 +21,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("checkpoint", type=Path, help="folder of a checkpoint, or of a run")
-    parser.add_argument("output", type=Path, help="new folder")
+    parser.add_argument("checkpoint", type=user_path, help="folder of a checkpoint, or of a run")
+    parser.add_argument("output", type=user_path, help="new folder")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16", "float64"), help="default: as saved")
     parser.add_argument("--max_shard_size", default="5GB", help="of one file of weights, which is held in memory")
     return parser.parse_args(argv)

@@ -17,6 +17,8 @@ import json
 import sys
 from pathlib import Path
 
+from common.files import user_path
+
 EXIT_ERROR = 1
 EXIT_USAGE = 2
 
@@ -26,10 +28,10 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("model", type=Path, help="folder of an exported model, of a checkpoint, or of a run")
+    parser.add_argument("model", type=user_path, help="folder of an exported model, of a checkpoint, or of a run")
     prompts = parser.add_mutually_exclusive_group(required=True)
     prompts.add_argument("--prompt", help="text to go on from, or to read")
-    prompts.add_argument("--prompt_file", type=Path, help="UTF-8 text with a prompt in each line")
+    prompts.add_argument("--prompt_file", type=user_path, help="UTF-8 text with a prompt in each line")
     parser.add_argument("--max_new_tokens", type=int, default=200, help="at most, for each prompt; default: 200")
     parser.add_argument("--temperature", type=float, default=0.0, help="of sampling; default 0: the likeliest token")
     parser.add_argument("--top_k", type=int, default=0, help="sample from so many likeliest tokens; default 0: all")

@@ -11,7 +11,7 @@ seconds). With --device_memory_gib: how many sequences fit beside the state. All
 import argparse
 import dataclasses
 import functools
-import math
+import os
 import sys
 from collections.abc import Sequence
 
@@ -76,11 +76,12 @@ def plan(args: argparse.Namespace) -> str:
     numbers = [*args.num_processes, args.num_gpus, *(getattr(args, name) for name in (*LENGTHS, "loss_chunk_tokens"))]
     if min(number for number in numbers if number is not None) < 1:
         raise UserError("--num_processes, --num_gpus, lengths and --loss_chunk_tokens: expected numbers of 1 or more.")
-    if args.device_memory_gib is not None and not 0 < args.device_memory_gib < math.inf:
+    if args.device_memory_gib is not None and not 0 < args.device_memory_gib < 1e6:
         raise UserError(f"--device_memory_gib {args.device_memory_gib}: expected GiB, such as 80.")
     settings = load_preset(args.config) if args.config else {}
     names = {field.name for field in dataclasses.fields(ModelArguments)}
     asked = {name: value for name, value in vars(args).items() if value is not None}
+    asked |= {name: os.path.expanduser(asked[name]) for name in asked if name.startswith("model_")}
     if asked.keys() & {"model_name_or_path", "model_config_path"}:  # of another model than the preset's
         of_model = ("model_name_or_path", "model_config_path", "config_overrides")
         settings = {k: v for k, v in settings.items() if k not in of_model}

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.arguments import ModelArguments, UserError
+from common.files import user_path
 
 EXIT_ERROR = 1
 EXIT_USER_ERROR = 2
@@ -41,8 +42,10 @@ def parse(argv: Sequence[str] | None) -> Arguments:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("files", nargs="+", metavar="FILE", help="file, folder or pattern")
-    parser.add_argument("--output", required=True, type=Path, help="folder to write")
-    parser.add_argument("--tokenizer", required=True, help="hub id or folder of the model's tokenizer")
+    parser.add_argument("--output", required=True, type=user_path, help="folder to write")
+    parser.add_argument(
+        "--tokenizer", required=True, type=os.path.expanduser, help="hub id or folder of the model's tokenizer"
+    )
     parser.add_argument("--max_seq_length", type=int, default=8192, help="tokens of a sequence (default: 8192)")
     parser.add_argument("--text_column", default="text", help="column of the text (default: text)")
     parser.add_argument("--validation_file", help="held-out text: files, folders, patterns, with commas")

@@ -8,7 +8,8 @@ A run writes its report.html when it ends; this shows one that still goes on, or
 
 import argparse
 import sys
-from pathlib import Path
+
+from common.files import user_path
 
 EXIT_ERROR = 1
 EXIT_USAGE = 2
@@ -19,8 +20,10 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="output folder of a run")
-    parser.add_argument("--output", type=Path, help="page to write; default, for one run: report.html in its folder")
+    parser.add_argument("runs", nargs="+", type=user_path, metavar="RUN", help="output folder of a run")
+    parser.add_argument(
+        "--output", type=user_path, help="page to write; default, for one run: report.html in its folder"
+    )
     return parser.parse_args(argv)
 
 
