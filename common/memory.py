@@ -179,8 +179,8 @@ class Activations:
 def largest_batch(state: Estimate, activations: Activations, device_bytes: int) -> int:
     """Sequences that a device can take at a time beside the state; 0: none."""
     room = int((1 - RESERVED_FRACTION) * device_bytes) - state.total
-    few = min(room // activations.one, activations.num_equal)
-    return max(0, few, (room - activations.fixed) // activations.more)
+    few = min(room // max(1, activations.one), activations.num_equal)
+    return max(0, few, (room - activations.fixed) // max(1, activations.more))
 
 
 @dataclass(frozen=True)

@@ -182,6 +182,7 @@ def test_a_batch_beside_a_loss_in_chunks() -> None:
         found = memory.largest_batch(state, Activations.count(peak_bytes, 100, 200), device_bytes)
         fitting = [n for n in range(1, 1000) if peak_bytes(n) <= int(bytes_free * device_bytes) - state.total]
         assert found == max(fitting, default=0), device_bytes
+    assert memory.largest_batch(state, Activations(0, 0), 100) == 72, "a device's share of next to nothing"
     asked.clear()
     assert Activations.count(peak_bytes, 100, None) == Activations(310, 310) and asked == [1]
     assert Activations(310, 10, 600, 2).divided(2) == Activations(155, 5, 300, 2)
