@@ -210,16 +210,19 @@ class TrainArguments(
             "gpt_shakespeare do. Take another YAML"
         )
 
+    @property
+    def evaluates(self) -> bool:
+        return self.eval_strategy != "no" or self.eval_on_start or self.max_steps == 0
+
     def acting(self) -> dict[tuple[str, str], bool]:
         """(flag, another setting that it waits for): whether it has an effect. Recipes add theirs."""
         is_adamw, reports_to_wandb = self.optim == "adamw", "wandb" in tracker_names(self.report_to)
-        evaluates = self.eval_strategy != "no" or self.eval_on_start or self.max_steps == 0
         saves = self.save_strategy != "no"
         return {
             ("eval_steps", "eval_strategy"): self.eval_strategy == "steps",
             ("evals_per_epoch", "eval_strategy"): self.eval_strategy == "epoch",
-            ("max_eval_batches", "eval_strategy"): evaluates,
-            ("metric_for_best_model", "eval_strategy"): evaluates,
+            ("max_eval_batches", "eval_strategy"): self.evaluates,
+            ("metric_for_best_model", "eval_strategy"): self.evaluates,
             ("save_steps", "save_strategy"): self.save_strategy == "steps",
             ("async_save", "save_strategy"): saves,
             ("save_only_model", "save_strategy"): saves,

@@ -8,6 +8,7 @@ are cut from the documents one after another, and what is left of one sequence b
 import itertools
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -67,11 +68,10 @@ def list_documents(texts: str | list[str], flag: str, text_column: str) -> list[
             raise UserError(f"{flag} {path}: a file ending in {', '.join(SUFFIXES)} is expected.")
         else:
             files.append(path)
-    named: set[Path] = set()
+    named = Counter(file.resolve() for file in files)
     for file in files:
-        if file.resolve() in named:
+        if named[file.resolve()] > 1:
             raise UserError(f"{flag}: {file} is named twice; take one of them out.")
-        named.add(file.resolve())
         names = [text_column] if file.suffix == ".txt" else _names(file)
         if text_column not in names:
             raise UserError(f"{file}: no column {text_column!r}; it has {', '.join(names)}: choose with --text_column.")

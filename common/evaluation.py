@@ -239,8 +239,9 @@ def generation_config(hf_model: PreTrainedModel, settings: dict[str, Any]) -> It
     Its special tokens stay, and for an encoder-decoder model the rest as well: it belongs to what it was trained for.
     """
     own = hf_model.generation_config
-    config = copy.deepcopy(own)
-    if not hf_model.config.is_encoder_decoder:  # nor is its penalty for repetitions, and the like, what is asked for
+    if hf_model.config.is_encoder_decoder:
+        config = copy.deepcopy(own)
+    else:  # a penalty for repetitions, and the like, is not what was asked for
         names = ("bos_token_id", "eos_token_id", "pad_token_id")
         config = GenerationConfig(**{name: getattr(own, name) for name in names})
     # A limit of the checkpoint's, or else transformers' 20 tokens, gives way. Training alone goes without the cache.

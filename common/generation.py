@@ -19,7 +19,7 @@ from common.arguments import UserError
 from common.checkpoint import EXPECTED_WARNINGS, Checkpoint, find_checkpoint, step_folders
 from common.evaluation import end_tokens, generation_config
 from common.launch import RunFailed
-from common.models import read_tokenizer
+from common.models import max_positions, read_tokenizer
 
 
 def load(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -126,7 +126,7 @@ def answer(
     texts = [encode(model, tokenizer, prompt) for prompt in prompts]
     ends = end_tokens(model)
     streamer = _Printer(tokenizer, skip_prompt=not model.config.is_encoder_decoder, skip_special_tokens=True)
-    limit = None if model.config.is_encoder_decoder else getattr(model.config, "max_position_embeddings", None)
+    limit = None if model.config.is_encoder_decoder else max_positions(model.config)
     generated: list[list[int]] = [[] for _ in texts]
     unfinished = list(range(len(texts)))
     num_generated = 0

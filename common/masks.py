@@ -5,9 +5,8 @@ a GPU the host then waits for all that was queued before, and the GPU afterwards
 batch.
 """
 
-import contextlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -66,7 +65,7 @@ def keeps_sequences_apart(model: PreTrainedModel) -> bool:
     ids = torch.zeros(1, 2, dtype=torch.long, device="meta")
     _was_asked = False
     # Masks come first; what a layer cannot do without contents comes too late to matter.
-    with packed_sequences(True), torch.no_grad(), contextlib.suppress(Exception):
+    with packed_sequences(True), torch.no_grad(), suppress(Exception):
         model(input_ids=ids, position_ids=ids, use_cache=False)
     return _was_asked
 

@@ -390,6 +390,7 @@ def load_model(
     """Model to give to `prepare_model`, with the source of its weights.
 
     packs: rows in training hold several sequences that do not see each other.
+
     The model is on the meta device; its weights are read or drawn into the shards later. Of a checkpoint at most one
     full copy per machine is in host memory, and none where the files can be read by slices (safetensors under the
     model's own names). With --init device, random weights are there already, equal on all processes (same seed), and

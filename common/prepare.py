@@ -118,7 +118,7 @@ def tokenize_part(part: Part, encoder: Encoder, settings: Settings, known: froze
     def pieces() -> Iterator[Piece]:
         nonlocal num_held_out
         for piece in read_pieces(part.file, settings.text_column, part.start, part.stop):
-            is_known = part.split == "train" and digest(piece) in known
+            is_known = bool(known) and part.split == "train" and digest(piece) in known
             if settings.only_train:
                 is_known |= is_held_out(piece, settings.validation_size, settings.seed)
             num_held_out += is_known

@@ -529,7 +529,7 @@ class SourceSettings:
     seed: int
     validation_size: float = 0.0
     only_train: bool = False
-    """What is set aside is left out, because the validation text is another source's."""
+    """What is set aside is left out, because the validation text is another one."""
     num_workers: int = 1
 
     def setting_aside(self, validation_size: float) -> "SourceSettings":
@@ -590,49 +590,52 @@ def load_sources(
 
     Documents of the validation text, as far as they are text here, are trained on in no source. Collective.
     """
-    first = load_source(sources[0], settings, validation_text)
-    validation = first.get("validation")
     beside = replace(settings, validation_size=0.0, only_train=True)
+    if validation_text is not None:
+        held_out = _held_out_files(validation_text, settings)
+        rows = [load_source(source, beside, held_out)["train"] for source in sources]
+        return rows, load_held_out(validation_text, "--validation_file", settings)
+    first = load_source(sources[0], settings)
+    validation = first.get("validation")
     if validation is not None and validation.folder is not None:
         report = read_report(validation.folder)
         beside = replace(beside, validation_size=report["validation_size"], seed=report["seed"])
-    others = [load_source(source, beside, validation_text)["train"] for source in sources[1:]]
+    others = [load_source(source, beside)["train"] for source in sources[1:]]
     return [first["train"], *others], validation
 
 
 def load_source(
-    source: SourceSpec, settings: SourceSettings, validation_text: str | None = None
+    source: SourceSpec, settings: SourceSettings, held_out: list[Path] | None = None
 ) -> dict[str, TokenRows]:
     """The "train" split of files, a tokenized folder or a dataset on the hub, and "validation" where there is one.
 
-    Collective: files are tokenized once per node, and found again by later runs.
+    held_out: files whose documents are left out. Collective: files are tokenized once per node, and found again by
+    later runs.
     """
     text, flag = source.text, source.flag
-    splits: dict[str, list[Path]] = {}
     if _is_tokenized(text):
         own = _load_tokenized(Path(text), flag, settings)
         if "train" not in own:
             raise UserError(f"{flag} {text}: it has no split train.")
-        if validation_text is None or settings.only_train:
-            return own
-        return {"train": own["train"], "validation": load_held_out(validation_text, "--validation_file", settings)}
+        return own
     if flag == "--dataset_name":
         splits = _hub_files(text, settings.text_column)
     else:
-        splits["train"] = list_documents(text, flag, settings.text_column)
-    if validation_text is not None:
-        if _is_tokenized(validation_text):
-            train = _load_files({"train": splits["train"]}, text, replace(settings, validation_size=0.0))
-            if settings.only_train:
-                return train
-            return train | {"validation": load_held_out(validation_text, "--validation_file", settings)}
-        key = "held_out" if settings.only_train else "validation"
-        splits[key] = list_documents(validation_text, "--validation_file", settings.text_column)
-    if "validation" in splits and settings.only_train:
-        del splits["validation"]
+        splits = {"train": list_documents(text, flag, settings.text_column)}
+    if settings.only_train:
+        splits = {"train": splits["train"]}
     elif "validation" in splits:
         settings = replace(settings, validation_size=0.0)
+    if held_out:
+        splits["held_out"] = held_out
     return _load_files(splits, text, settings)
+
+
+def _held_out_files(text: str | None, settings: SourceSettings) -> list[Path]:
+    """Files of the validation text; none where it is tokenized."""
+    if text is None or _is_tokenized(text):
+        return []
+    return list_documents(text, "--validation_file", settings.text_column)
 
 
 def load_held_out(text: str, flag: str, settings: SourceSettings) -> TokenRows:
@@ -653,11 +656,7 @@ def load_stream(
     source: SourceSpec, settings: SourceSettings, window: int, validation_text: str | None = None
 ) -> TokenStream:
     """Stream of files or of a dataset on the hub, without the documents of the validation text."""
-    held_out: frozenset[int] = frozenset()
-    held_out_files: list[Path] = []
-    if validation_text is not None and not _is_tokenized(validation_text):
-        held_out_files = list_documents(validation_text, "--validation_file", settings.text_column)
-        held_out = digests(held_out_files, settings.text_column)
+    held_out = _held_out_files(validation_text, settings)
     text, flag = source.text, source.flag
     reader: FileReader | HubReader
     if flag == "--dataset_name":
@@ -669,11 +668,11 @@ def load_stream(
         raise UserError(f"{flag} {text}: a tokenized folder is read without --streaming: drop the flag.")
     else:
         files = list_documents(text, flag, settings.text_column)
-        refuse_shared(files, held_out_files)
+        refuse_shared(files, held_out)
         reader = FileReader(files, settings.text_column)
     return TokenStream(
         reader, source_name(text), settings.tokenizer, settings.max_seq_length, settings.document_masking,
-        window=window, seed=settings.seed, held_out=held_out,
+        window=window, seed=settings.seed, held_out=digests(held_out, settings.text_column),
     )  # fmt: skip
 
 

@@ -76,7 +76,7 @@ class ChessArguments(TrainArguments):
             ("validation_size", "validation_file"): self.validation_file is None,
             ("dataset_config_name", "dataset_name"): self.dataset_name is not None,
             ("square_tokenizer", "model_name_or_path"): self.model_name_or_path is None,
-            ("engine", "eval_strategy"): self.eval_strategy != "no" or self.eval_on_start or self.max_steps == 0,
+            ("engine", "eval_strategy"): self.evaluates,
             ("engine_games", "engine"): self.engine is not None,
             ("engine_nodes", "engine"): self.engine is not None,
         }

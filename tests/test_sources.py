@@ -252,11 +252,13 @@ def test_validation_and_bits_per_byte(settings: SourceSettings, file: Path, tmp_
     assert masked.targets_per_byte() == few.targets_per_byte()
     own["validation"].folder = None
     assert own["validation"].targets_per_byte() == pytest.approx(by_counts, rel=0.01)
-    both = sources.load_source(spec(str(file)), settings, str(write(tmp_path / "held.jsonl", 9, 2)))
-    assert len(both["train"]) > len(own["train"]) and 0 < len(both["validation"]) < 12
+    held = str(write(tmp_path / "held.jsonl", 9, 2))
+    (train,), validation = sources.load_sources([spec(str(file))], settings, held)
+    assert validation is not None
+    assert len(train) > len(own["train"]) and 0 < len(validation) < 12
     assert (
         sources.load_held_out(str(tmp_path / "held.jsonl"), "--forgetting_dataset", settings).rows["input_ids"][:]
-        == (both["validation"].rows["input_ids"][:])
+        == (validation.rows["input_ids"][:])
     )
 
 
