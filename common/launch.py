@@ -5,6 +5,7 @@ with real FSDP units; what had to be substituted is named in the banner, and wha
 """
 
 import ctypes
+import faulthandler
 import fcntl
 import importlib.util
 import os
@@ -119,8 +120,10 @@ class Strategy:
 def run(main: Callable[[], None]) -> NoReturn:
     """Run a recipe's main and leave with its exit code: 0 done, 1 error, 2 user error, 75 stopped with a checkpoint.
 
-    An error is shown once, by the process that had it. The others leave quietly and nothing waits for them.
+    An error is shown once, by the process that had it. The others leave quietly and nothing waits for them. A process
+    that crashes inside a library shows where its threads were.
     """
+    faulthandler.enable(2)
     _stop_with_launcher()
     try:
         main()

@@ -1,5 +1,6 @@
 """The entry of a run: exit codes, one error on one process, and asked-for == got before anything is touched."""
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -121,6 +122,9 @@ def main() -> None:
         case "other out of memory":
             if rank == 1:
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        case "crash":
+            if rank == 1:
+                ctypes.string_at(0)
         case "other process":
             if rank == 1:
                 raise UserError("row 3 of this process's file")
@@ -171,6 +175,13 @@ def test_exit_codes_and_messages(
         # Where one process fails before the other has met it, gloo says so beside the error.
         lines = [line for line in result.output.splitlines(keepends=True) if "ProcessGroupGloo.cpp" not in line]
         assert "".join(lines) == text
+
+
+def test_a_crash_in_a_library_shows_where_it_was(forked: ForkedParent, tmp_path: Path) -> None:
+    result = start(forked, "crash", tmp_path / "run")
+    assert result.exit_codes == [-signal.SIGTERM, -signal.SIGSEGV] and result.exit_code == 128 + signal.SIGSEGV
+    assert result.output.startswith("Fatal Python error: Segmentation fault\n"), result.output
+    assert 'test_launch.py", line' in result.output and " in main\n" in result.output
 
 
 def test_exit_codes_are_the_documented_ones() -> None:
