@@ -221,6 +221,7 @@ class TrainArguments(
         return {
             ("eval_steps", "eval_strategy"): self.eval_strategy == "steps",
             ("evals_per_epoch", "eval_strategy"): self.eval_strategy == "epoch",
+            ("per_device_eval_batch_size", "eval_strategy"): self.evaluates,
             ("max_eval_batches", "eval_strategy"): self.evaluates,
             ("metric_for_best_model", "eval_strategy"): self.evaluates,
             ("save_steps", "save_strategy"): self.save_strategy == "steps",

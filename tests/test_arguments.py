@@ -216,6 +216,7 @@ IDLE = [
     ("--eval_steps=5", "", "--eval_strategy epoch:", "--eval_strategy=steps"),
     ("--evals_per_epoch=2", "", "--eval_strategy steps", "--eval_strategy=epoch"),
     ("--max_eval_batches=2", "eval_strategy: no", "--eval_strategy no", "--eval_on_start"),
+    ("--per_device_eval_batch_size=2", "eval_strategy: no", "--eval_strategy no", "--eval_strategy=epoch"),
     ("--metric_for_best_model=x", "eval_strategy: no", "--eval_strategy no", "--max_steps=0"),
     ("--save_steps=5", "", "--save_strategy epoch", "--save_strategy=steps"),
     ("--async_save", "save_strategy: no", "--save_strategy no", "--save_strategy=epoch"),

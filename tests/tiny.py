@@ -17,7 +17,7 @@ RECIPE = REPOSITORY / "recipes" / "t5_summarize.py"
 # 22 examples in batches of 4: epochs end within batches. Dropout is the model's own, 0.1.
 FLAGS = [
     "--config=t5_summarize_demo", "--total_batch_size=4", "--per_device_train_batch_size=1",
-    "--per_device_eval_batch_size=4", "--max_train_samples=22", "--max_source_length=32", "--max_target_length=16",
+    "--max_train_samples=22", "--max_source_length=32", "--max_target_length=16",
     "--num_beams=1", "--max_new_tokens=8", "--rouge_samples=0", "--eval_strategy=no", "--save_strategy=no",
     "--logging_steps=1", "--learning_rate=1e-2", "--save_total_limit=99",
 ]  # fmt: skip
