@@ -26,7 +26,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import nn
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from common.arguments import UserError
+from common.arguments import UserError, is_first_process
 from common.data import Batch, EvalBatches, Row
 from common.evaluation import generate_texts
 from common.losses import IGNORE_INDEX, compute_logits
@@ -353,10 +353,19 @@ MAX_SECONDS_PER_MOVE = 60  # an engine that takes longer has failed
 
 
 def find_engine(engine: str) -> str:
-    """Path of a UCI engine, given by path or by its name on the PATH (or in Debian's /usr/games)."""
+    """Path of a UCI engine, given by path or by its name on the PATH (or in Debian's /usr/games).
+
+    Raises `UserError` when there is none, or, in the process that will play the match, when it does not start as one.
+    """
     path = shutil.which(engine) or shutil.which(engine, path="/usr/games")
     if path is None:
         raise UserError(f"--engine {engine}: no such program on the PATH; install it (Debian: apt install stockfish).")
+    if is_first_process():
+        try:
+            _start_engine(path).close()
+        except (chess.engine.EngineError, OSError, TimeoutError) as error:
+            reason = f"{type(error).__name__} {error}".strip()
+            raise UserError(f"--engine {path}: does not start as a UCI engine ({reason}); give another.") from error
     return path
 
 
@@ -373,16 +382,20 @@ os.execv(sys.argv[1], sys.argv[1:])
 @contextlib.contextmanager
 def open_engine(path: str) -> Iterator[chess.engine.SimpleEngine]:
     """A running engine, which ends with this block in any case, and on Linux with this process however that ends."""
-    command = [path]
-    if sys.platform == "linux":
-        command = [sys.executable, "-c", _DIE_WITH_PARENT, path]
-    engine = chess.engine.SimpleEngine.popen_uci(command)
+    engine = _start_engine(path)
     try:
         yield engine
     finally:
         with contextlib.suppress(chess.engine.EngineError, TimeoutError):
             engine.quit()
         engine.close()  # kills one that did not leave
+
+
+def _start_engine(path: str) -> chess.engine.SimpleEngine:
+    command = [path]
+    if sys.platform == "linux":
+        command = [sys.executable, "-c", _DIE_WITH_PARENT, path]
+    return chess.engine.SimpleEngine.popen_uci(command)
 
 
 class MatchGame:

@@ -175,11 +175,17 @@ class Evaluation:
     """Validation games and positions, drawn once, and what the model makes of them."""
 
     def __init__(
-        self, args: ChessArguments, accelerator: Accelerator, tokenizer: PreTrainedTokenizerBase, games: Dataset
+        self,
+        args: ChessArguments,
+        accelerator: Accelerator,
+        tokenizer: PreTrainedTokenizerBase,
+        games: Dataset,
+        engine_path: str | None,
     ) -> None:
         from common import chess_model
 
         self.args, self.accelerator, self.tokenizer, self.games = args, accelerator, tokenizer, games
+        self.engine_path = engine_path
         self.examples = tokenize_games(args, tokenizer, games, with_moves=True)
         collate = data.CausalCollator(chess_model.padding_token_id(tokenizer), pad_to_multiple_of=8)
         batches = evaluation_batches(args, accelerator, self.examples, collate)
@@ -190,7 +196,6 @@ class Evaluation:
             games["moves"][:], tokenizer, args.notation, num_positions=args.legal_move_samples,
             max_prompt_length=self.max_prompt_length, seed=args.seed,
         )  # fmt: skip
-        self.engine_path = chess_model.find_engine(args.engine) if args.engine else None
         self.description = {"eval_": self.batches.description}
         if "legal" in args.metric_for_best_model:
             self.description["eval_legal"] = f"{len(self.positions):,} positions"
@@ -235,12 +240,13 @@ def main() -> None:
     chess_model.check_tokenizer(tokenizer, args.notation)
     fit_config(args, config, tokenizer, args.max_seq_length, is_own_vocabulary=args.square_tokenizer)
     checkpoints = Checkpoints(args, accelerator, strategy, tokenizer)
+    engine_path = chess_model.find_engine(args.engine) if args.engine else None
 
     train_games, eval_games, report = load_games(args)
     train_data = tokenize_games(args, tokenizer, train_games)
     if args.packing:
         train_data = data.pack(train_data, args.max_seq_length)
-    evaluate = Evaluation(args, accelerator, tokenizer, eval_games)
+    evaluate = Evaluation(args, accelerator, tokenizer, eval_games, engine_path)
     checkpoints.evaluation_data = evaluate.description
     # Packed sequences are nearly full: with one length for all, kernels are compiled once.
     multiple = args.max_seq_length if args.packing else 8

@@ -453,8 +453,24 @@ def test_checkmate_and_draws_count_for_the_model() -> None:
 
 def test_engines_are_found_or_named(tmp_path: Path) -> None:
     program = tmp_path / "engine"
-    program.write_text("")
+    program.write_text("#!/bin/sh\nread line\necho uciok\nread line\n")
     program.chmod(0o755)
     assert cm.find_engine(str(program)) == str(program)
+    assert_no_engine()
     with pytest.raises(UserError, match="--engine nothing-of-the-kind: no such program"):
         cm.find_engine("nothing-of-the-kind")
+
+
+def test_a_program_that_is_no_engine_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, text, reason in (
+        ("empty", "", "OSError|EngineTerminatedError"),
+        ("ends", "#!/bin/sh\n", "EngineTerminatedError"),
+        ("fails", "#!/no/such/interpreter\n", "EngineTerminatedError"),
+    ):
+        program = tmp_path / name
+        program.write_text(text)
+        program.chmod(0o755)
+        with pytest.raises(UserError, match=rf"--engine {program}: does not start as a UCI engine \(({reason}) "):
+            cm.find_engine(str(program))
+    monkeypatch.setenv("RANK", "1")  # the match is on another process, which is the one to say it
+    assert cm.find_engine(str(program)) == str(program)

@@ -307,6 +307,7 @@ def test_no_engine_outlives_a_killed_run(forked: ForkedParent, tmp_path: Path) -
     program.chmod(0o755)
     flags = [f"--output_dir={tmp_path / 'run'}", f"--engine={program}", "--legal_move_samples=0"]
     handle = forked.start(RECIPE, *FLAGS, *flags, config="fsdp_full_shard", num_processes=2)
+    wait_for(lambda: "training games" in handle.output)  # the one that was tried before the data were read has ended
     [engine] = wait_for(lambda: children(handle.pids, "deaf"))
     for pid in handle.pids:  # and not what they have started, which handle.kill() would end too
         os.kill(pid, signal.SIGKILL)
@@ -319,6 +320,7 @@ def test_a_stop_in_a_match_ends_the_engine_and_saves(forked: ForkedParent, tmp_p
     flags = [f"--output_dir={tmp_path / 'run'}", f"--engine={STOCKFISH}", "--legal_move_samples=0"]
     flags += ["--engine_games=40", "--engine_nodes=100000"]
     handle = forked.start(RECIPE, *FLAGS, *flags, config="fsdp_full_shard", num_processes=2)
+    wait_for(lambda: "training games" in handle.output)
     [engine] = wait_for(lambda: children(handle.pids, "stockfish"))
     handle.send_signal(signal.SIGTERM)
     result = handle.wait()
@@ -336,6 +338,7 @@ def test_a_stop_in_a_match_ends_the_engine_and_saves(forked: ForkedParent, tmp_p
         (["--max_seq_length=1024"], "--max_seq_length 1024: the model has 512 positions"),
         (["--max_seq_length=16"], "--max_seq_length is 16; it must be at least 32"),
         (["--engine=no-such-engine"], "--engine no-such-engine: no such program on the PATH"),
+        (["--engine=true"], "true: does not start as a UCI engine (EngineTerminatedError"),
         (["--packing", "--attn_implementation=flash_attention_2"], "--packing: flash_attention_2 would let games see"),
         (["--validation_size=3"], "--validation_size is 3.0; it must be a fraction"),
         (
