@@ -245,7 +245,9 @@ def find_checkpoint(folder: Path) -> Checkpoint:
         reasons.append(f"{candidate}: {reason}")
         if candidate != candidates[-1]:
             print(f"skipped {reasons[-1]}", file=sys.stderr)
-    raise UserError(f"{reasons[-1]}; no complete checkpoint in {folder}.")
+    exported = [folder / name for name in ("model", "best") if (folder / name / "config.json").is_file()]
+    hint = f", but an exported model: {exported[0]}" if exported else ""
+    raise UserError(f"{reasons[-1]}; no complete checkpoint in {folder}{hint}.")
 
 
 class _Reader(dcp.FileSystemReader):

@@ -214,6 +214,8 @@ def test_folders_and_prompts_that_do_not_work(
     weights = load_file(lacking / "model.safetensors")
     weights.pop("transformer.h.0.mlp.c_fc.bias")
     save_file(weights, lacking / "model.safetensors", metadata={"format": "pt"})
+    stopped = tmp_path / "stopped"  # by a kill, before it saved a checkpoint
+    shutil.copytree(folder / "model", stopped / "best")
     for source, prompt, words in (
         (foreign, "the", "its manifest.json is damaged"),
         (cut, "the", "cannot be loaded"),
@@ -221,7 +223,8 @@ def test_folders_and_prompts_that_do_not_work(
         (exported("unknown", architectures=["MyGPT"]), "the", "architecture MyGPT is not one"),
         (exported("other", architectures=["GPT2ForSequenceClassification"]), "the", "is not one of transformers that"),
         (exported("mute", "tokenizer*", "special*"), "the", "it has no vocabulary"),
-        (tmp_path, "the", "no complete checkpoint in"),
+        (tmp_path, "the", f"no complete checkpoint in {tmp_path}.\n"),
+        (stopped, "the", f"no complete checkpoint in {stopped}, but an exported model: {stopped / 'best'}."),
         (damaged, "the", "it has no manifest.json"),
         (tmp_path / "broken", "the", "cannot be loaded"),
         (folder, "the Z", "prompt 'the Z': the checkpoint's tokenizer cannot encode it"),
