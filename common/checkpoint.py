@@ -783,15 +783,16 @@ class Checkpoints:
 
     def _check_room(self, num_saves: int) -> None:
         """Refuse a run whose first checkpoint or last weights cannot be written; warn when later ones will not fit."""
+        free = self._gather(shutil.disk_usage(_existing(self.folder)).free)[0]
+        needed, what, way_out = self._bytes_of_model, "the last weights need", "or choose another folder"
+        if num_saves > 0:
+            needed, what = needed + self._num_bytes, "a checkpoint and the last weights need"
+            way_out = "choose another folder, or save no checkpoints with --save_strategy no"
+        if free < needed:
+            where = f"--output_dir {self.args.output_dir}"
+            raise UserError(f"{where}: {_gib(free)} free, but {what} {_gib(needed)}: make room, {way_out}.")
         if num_saves == 0:
             return
-        free = self._gather(shutil.disk_usage(_existing(self.folder)).free)[0]
-        needed = self._num_bytes + self._bytes_of_model
-        if free < needed:
-            raise UserError(
-                f"--output_dir {self.args.output_dir}: {_gib(free)} free, but a checkpoint and the last weights need "
-                f"{_gib(needed)}: make room, choose another folder, or save nothing with --save_strategy no."
-            )
         at_once = min(num_saves, (self.args.save_total_limit or num_saves) + 1)
         already = sum(_size_on_disk(folder) for folder in step_folders(self.folder))
         needed = at_once * self._num_bytes + 2 * self._bytes_of_model - already  # model/ and best/

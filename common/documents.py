@@ -301,9 +301,8 @@ def is_held_out(piece: Piece, share: float, seed: int) -> bool:
 
     Long text files, which are read in pieces, never are.
     """
-    if share == 0 or piece.text is None or not (piece.starts and piece.ends):
-        return False
-    return xxhash.xxh3_64_intdigest(piece.text.encode(), seed=seed) < share * 2**64
+    value = digest(piece, seed) if share else None
+    return value is not None and value < share * 2**64
 
 
 def digests(files: Iterable[Path], text_column: str) -> frozenset[int]:
@@ -312,11 +311,11 @@ def digests(files: Iterable[Path], text_column: str) -> frozenset[int]:
     return frozenset(value for value in map(digest, pieces) if value is not None)
 
 
-def digest(piece: Piece) -> int | None:
+def digest(piece: Piece, seed: int = 0) -> int | None:
     """Of a document's text, whatever blanks are between its words; None where the piece is not a whole document."""
     if piece.text is None or not (piece.starts and piece.ends):
         return None
-    return xxhash.xxh3_64_intdigest(" ".join(piece.text.split()).encode())
+    return xxhash.xxh3_64_intdigest(" ".join(piece.text.split()).encode(), seed=seed)
 
 
 def refuse_shared(train: Iterable[Path], held_out: Iterable[Path]) -> None:

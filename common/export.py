@@ -4,6 +4,8 @@ import json
 import os
 import shutil
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 import transformers
 from accelerate import Accelerator
 from huggingface_hub import StateDictSplit, split_torch_state_dict_into_shards
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -32,7 +35,8 @@ def export_model(
     """Write weights (safetensors), config, generation config and tokenizer that `from_pretrained` loads.
 
     Collective: all processes call it. The full state is gathered parameter by parameter into the main process's host
-    memory and written beside the folder first, so a folder of that name is always complete.
+    memory and written beside the folder first, so a folder of that name is always complete. Raises `RunFailed` when it
+    cannot be written.
     """
     folder = Path(folder)
     # FSDP1's state dict crashes on the CPU when it is to be offloaded to where it is already.
@@ -47,15 +51,9 @@ def export_model(
                     f"tied weights {name} and {source} differ: the model was sharded wrongly; please report it."
                 )
             del state[name]  # gathered twice, these are copies, which save_pretrained would not know for ties
-        temporary = folder.with_name(folder.name + ".tmp")
-        shutil.rmtree(temporary, ignore_errors=True)
-        try:
+        with _written_beside(folder, folder.with_name(folder.name + ".tmp")) as temporary:
             base_model(model).save_pretrained(temporary, state_dict=state)
             tokenizer.save_pretrained(temporary)
-        except Exception:  # a full disk would stay full
-            shutil.rmtree(temporary, ignore_errors=True)
-            raise
-        publish(temporary, folder)
     accelerator.wait_for_everyone()
 
 
@@ -66,7 +64,7 @@ def export_checkpoint(
 
     Works in one process on the CPU and holds one file of weights in memory at a time. dtype: of the floating-point
     weights; None keeps the saved one. The folder appears once transformers has found in it each weight that the model
-    has and no other. Raises `RunFailed` when it does not, `UserError` for a size that is none.
+    has and no other. Raises `RunFailed` when it does not or cannot be written, `UserError` for a size that is none.
     """
     for message in EXPECTED_WARNINGS:
         warnings.filterwarnings("ignore", message=message)
@@ -81,10 +79,20 @@ def export_checkpoint(
         split = split_torch_state_dict_into_shards(as_written, max_shard_size=max_shard_size)
     except ValueError as error:
         raise UserError(f"--max_shard_size {max_shard_size}: a size such as 500MB or 5GB is expected.") from error
-    temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")  # a name that no one else has
-    try:
+    # A name that no one else has.
+    with _written_beside(folder, folder.with_name(f".{folder.name}.{os.getpid()}.tmp")) as temporary:
         _write_export(checkpoint, temporary, saved, dtypes, split)
+
+
+@contextmanager
+def _written_beside(folder: Path, temporary: Path) -> Iterator[Path]:
+    """Takes `folder`'s place once the block has written it; nothing stays otherwise, on a full disk least of all."""
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        yield temporary
         publish(temporary, folder)
+    except (OSError, SafetensorError) as error:
+        raise RunFailed(f"{folder} cannot be written: {' '.join(str(error).split())}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 

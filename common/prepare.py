@@ -50,7 +50,7 @@ from common.documents import (
 from common.files import locked, write_text
 from common.stopping import leave_with_parent
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 NO_TEXT, REST = "documents without text", "tokens at the end that fill no sequence"
 HELD_OUT = "documents that are held out"
 COMPLETE = "dataset_dict.json"

@@ -113,6 +113,7 @@ class TokenRows:
         self._eos_token_id = tokenizer.eos_token_id  # which the tokenizer looks up each time
         self.document_masking = document_masking
         self._is_part = False  # of the rows that the folder's report counts
+        self.is_compared = True  # with the validation text, whose documents it is without
         if "input_ids" not in rows.column_names:
             raise UserError(f"{name}: a tokenized dataset has input_ids; this one has {', '.join(rows.column_names)}.")
         columns = [column for column in ("input_ids", "attention_mask", "labels") if column in rows.column_names]
@@ -138,9 +139,8 @@ class TokenRows:
         return len(self.rows)
 
     def __str__(self) -> str:
-        if self.folder is None:
-            return f"{self.name}: {len(self):,} sequences"
-        return f"{self.name}: {report_of(self.folder, self.split)}"
+        text = f"{len(self):,} sequences" if self.folder is None else str(report_of(self.folder, self.split))
+        return f"{self.name}: {text}{'' if self.is_compared else ', not compared with the validation text'}"
 
     def _check_row(self, index: int, row: Row) -> None:
         for column, least in (("input_ids", 0), ("labels", IGNORE_INDEX)):
@@ -178,7 +178,7 @@ class TokenRows:
         part = TokenRows(
             self.rows.select(indices), self.name, self._tokenizer, 2**62, self.document_masking, self.folder, self.split
         )
-        part._is_part = True
+        part._is_part, part.is_compared = True, self.is_compared
         return part
 
     def names(self, index: int) -> list[str]:
@@ -588,20 +588,40 @@ def load_sources(
 ) -> tuple[list[TokenRows], TokenRows | None]:
     """(training sequences of each source, the validation text: `validation_text`, or else what the first one has).
 
-    Documents of the validation text, as far as they are text here, are trained on in no source. Collective.
+    Documents of the validation text are trained on in no source, as far as both are text here; where they are not, the
+    source says so. Collective.
     """
     beside = replace(settings, validation_size=0.0, only_train=True)
     if validation_text is not None:
         held_out = _held_out_files(validation_text, settings)
         rows = [load_source(source, beside, held_out)["train"] for source in sources]
-        return rows, load_held_out(validation_text, "--validation_file", settings)
-    first = load_source(sources[0], settings)
-    validation = first.get("validation")
-    if validation is not None and validation.folder is not None:
-        report = read_report(validation.folder)
-        beside = replace(beside, validation_size=report["validation_size"], seed=report["seed"])
-    others = [load_source(source, beside)["train"] for source in sources[1:]]
-    return [first["train"], *others], validation
+        validation: TokenRows | None = load_held_out(validation_text, "--validation_file", settings)
+        unsure = rows
+    else:
+        first = load_source(sources[0], settings)
+        validation, held_out = first.get("validation"), []
+        if validation is not None and validation.folder is not None:
+            report = read_report(validation.folder)
+            beside = replace(beside, validation_size=report["validation_size"], seed=report["seed"])
+            files = (Path(name) for name, *_ in report["files"].get("validation", ()))
+            held_out = [file for file in files if file.is_file()]
+        unsure = [load_source(source, beside, held_out)["train"] for source in sources[1:]]
+        rows = [first["train"], *unsure]
+    if validation is not None:
+        for source_rows in unsure:
+            source_rows.is_compared = _leaves_out(source_rows, held_out, beside)
+    return rows, validation
+
+
+def _leaves_out(rows: TokenRows, held_out: list[Path], settings: SourceSettings) -> bool:
+    """Whether the rows were prepared without the documents of these files, and those that `settings` sets aside."""
+    if rows.folder is None or not (held_out or settings.validation_size):
+        return False
+    report = read_report(rows.folder)
+    known = {name for split in ("validation", "held_out") for name, *_ in report["files"].get(split, ())}
+    share = (settings.validation_size, settings.seed)
+    is_set_aside = not settings.validation_size or (report["validation_size"], report["seed"]) == share
+    return is_set_aside and {str(file.resolve()) for file in held_out} <= known
 
 
 def load_source(

@@ -724,9 +724,14 @@ def test_room_is_checked_at_the_start(
     written = run.save(1) / "__0_0.distcp"
     assert 3 * size < written.stat().st_size < 3 * size + 200_000, "weights and two moments, and torch's framing"
     disk(monkeypatch, 4 * size - 1)
-    with pytest.raises(UserError, match="make room, choose another folder, or save nothing with --save_strategy no"):
+    with pytest.raises(UserError, match="make room, choose another folder, or save no checkpoints with --save_strat"):
         Run(tmp_path / "a", tokenizer)
+    disk(monkeypatch, size)
     assert Run(tmp_path / "b", tokenizer, num_saves=0).state is None
+    disk(monkeypatch, size - 1)
+    with pytest.raises(UserError, match=r"the last weights need 2e-05 GiB: make room, or choose another folder\."):
+        Run(tmp_path / "g", tokenizer, num_saves=0)
+    assert Run(tmp_path / "b", tokenizer, num_saves=0, max_steps=0, num_steps=0).state is None, "writes no weights"
     disk(monkeypatch, 4 * size)
     assert not Run(tmp_path / "c", tokenizer, save_total_limit=1, start=False).accelerator.printed
     run = Run(tmp_path / "d", tokenizer, num_saves=5)

@@ -189,7 +189,7 @@ def test_an_older_folder_is_replaced_as_a_whole(
         raise OSError("No space left on device")
 
     monkeypatch.setattr(words, "save_pretrained", fail)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(RunFailed, match=rf"{folder} cannot be written: No space left"):
         export_model(make_model("llama"), words, folder, accelerator)
     assert [path.name for path in folder.iterdir()] == ["older.json"], "the older folder must survive"
     flushed, flush = [], os.fsync

@@ -311,6 +311,12 @@ def test_held_out_documents_are_trained_on_in_no_source(
     left_out = prepare.report_of(rows[1].folder, "train").dropped[prepare.HELD_OUT]
     assert len(held_out) <= left_out < 80 and "documents that are held out" in str(rows[1])
 
+    copies = tmp_path / "copies.jsonl"  # with other blanks
+    copies.write_text("".join(json.dumps({"text": text.replace(" ", "  ") + "\n"}) + "\n" for text in shared))
+    rows, _ = sources.load_sources([specs[0], spec(str(copies))], settings.setting_aside(0.1), None)
+    assert rows[1].folder is not None
+    assert prepare.report_of(rows[1].folder, "train").dropped[prepare.HELD_OUT] == len(held_out)
+
     apart = tmp_path / "held.jsonl"
     apart.write_text("".join(json.dumps({"text": text}) + "\n" for text in shared[::20] + own[::20]))
     rows, validation = sources.load_sources(specs, settings.setting_aside(0.1), str(apart))
@@ -332,6 +338,37 @@ def test_held_out_documents_are_trained_on_in_no_source(
     second.write_text("".join(json.dumps({"text": f" {text}\n"}) + "\n" for text in shared))
     with pytest.raises(UserError, match=f"{first}: all its documents are held out for validation"):
         sources.load_sources(specs[:1], settings, str(second))
+
+
+def test_tokenized_text_is_not_compared_with_held_out_text_and_says_so(
+    settings: SourceSettings, tmp_path: Path
+) -> None:
+    train, held_out, other = (write(tmp_path / f"{name}.jsonl", 60, 1) for name in ("train", "held", "other"))
+    held_out.write_text("".join(train.read_text().splitlines(keepends=True)[:9]))
+    own = prepare.Settings("text", settings.max_seq_length)
+    splits = {"train": [train], "validation": [held_out]}
+    prepare.prepare(splits, tmp_path / "apart", settings.tokenizer, own, 1)
+    prepare.prepare({"train": [train]}, tmp_path / "all", settings.tokenizer, own, 1)
+    prepare.prepare({"train": [train]}, tmp_path / "share", settings.tokenizer, replace(own, validation_size=0.2), 1)
+    remark = ", not compared with the validation text"
+
+    def remarks(*names: str, validation: Path | None = None) -> list[bool]:
+        specs = [spec(str(tmp_path / name)) for name in names]
+        rows, _ = sources.load_sources(specs, settings, str(validation) if validation else None)
+        assert [str(source).endswith(remark) for source in rows] == [
+            str(source.select(range(1))).endswith(remark) for source in rows
+        ]
+        return [str(source).endswith(remark) for source in rows]
+
+    assert remarks("all", "other.jsonl") == [False, False], "nothing is held out"
+    assert remarks("all", "other.jsonl", validation=held_out) == [True, False]
+    assert remarks("apart", "other.jsonl", validation=held_out) == [False, False], "prepared without it"
+    assert remarks("apart", "all", "other.jsonl") == [False, True, False]
+    assert remarks("share", "all", "other.jsonl") == [False, True, False]
+    assert remarks("train.jsonl", validation=tmp_path / "apart") == [True]
+    rows, _ = sources.load_sources([spec(str(tmp_path / "apart")), spec(str(other))], settings, None)
+    assert rows[1].folder is not None
+    assert prepare.report_of(rows[1].folder, "train").dropped[prepare.HELD_OUT] >= 9
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -309,12 +309,19 @@ def test_a_full_disk_ends_the_run_in_one_line(more: list[str], forked: ForkedPar
 
 
 def test_a_disk_too_full_for_the_last_weights(forked: ForkedParent, tmp_path: Path) -> None:
-    with mounted(tmp_path / "disk", "size=300k") as disk:
-        output = disk / "run"
-        result = train(forked, output, "--max_steps=2", config="single_device", exit_code=1)
+    with mounted(tmp_path / "small", "size=300k") as disk:
+        result = train(forked, disk / "run", "--max_steps=2", config="single_device", exit_code=2)
+        assert "free, but the last weights need" in result.output and "Traceback" not in result.output
+        assert [path.name for path in (disk / "run").iterdir()] == ["config.yaml"]
+    evaluating = ["--max_steps=2", "--eval_strategy=steps", "--eval_steps=1"]
+    train(forked, tmp_path / "run", *evaluating, config="single_device")
+    num_bytes = sum(file.stat().st_size for file in (tmp_path / "run" / "model").iterdir())
+    with mounted(tmp_path / "large", f"size={num_bytes * 3 // 2}") as disk:  # best/ takes the room of model/
+        result = train(forked, disk / "run", *evaluating, config="single_device", exit_code=1)
         (error,) = [line for line in result.output.splitlines() if line.startswith("error")]
-        assert "No space left on device" in error and "Traceback" not in result.output
-        assert {path.name for path in output.iterdir()} == {"config.yaml", "metrics.jsonl"}
+        assert re.search(r"run/(best|model) cannot be written: .*No space left on device", error), error
+        assert "Traceback" not in result.output
+        assert {path.name for path in (disk / "run").iterdir()} == {"config.yaml", "metrics.jsonl", "best"}
 
 
 def test_a_folder_that_cannot_be_written(forked: ForkedParent, tmp_path: Path) -> None:
