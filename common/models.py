@@ -191,9 +191,16 @@ def load_config(args: ModelArguments) -> Any:
         raise UserError(f"--model_config_path {source}: no such file or folder.")
     try:
         config = AutoConfig.from_pretrained(folder)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # whatever its own checks raise
         raise UserError(f"model config {source}: cannot be read: {_one_line(error)}") from error
-    return _override(config, folder, args.config_overrides) if args.config_overrides else config
+    if args.config_overrides:
+        config = _override(config, folder, args.config_overrides)
+    heads, groups = (getattr(config, f"num_{name}_heads", None) for name in ("attention", "key_value"))
+    if isinstance(heads, int) and isinstance(groups, int) and groups > 0 and heads % groups:
+        raise UserError(
+            f"model config {source}: num_attention_heads {heads} is no multiple of num_key_value_heads {groups}."
+        )
+    return config
 
 
 GPT2_DROPOUT = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
@@ -217,8 +224,8 @@ def _override(config: Any, folder: Path, text: str) -> Any:
         # Made anew, because a config derives values (such as head_dim) from others when it is made.
         stored, _ = type(config).get_config_dict(folder)
         config = type(config).from_dict(stored | asked)
-    except (ValueError, TypeError) as error:
-        raise UserError(f"--config_overrides {text!r}: {_one_line(error)}") from error
+    except Exception as error:  # whatever the config's own checks raise
+        raise UserError(f"--config_overrides {text!r}: {type(error).__name__}: {_one_line(error)}") from error
     for key, value in asked.items():
         if getattr(config, key) != value:
             raise UserError(f"--config_overrides: {type(config).__name__} makes {key} {getattr(config, key)} itself.")

@@ -497,6 +497,27 @@ def test_mistakes_in_overrides(overrides: str, words: list[str]) -> None:
     assert all(word in str(caught.value) for word in ["--config_overrides", *words]), caught.value
 
 
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ("hidden_size=66", ["--config_overrides 'hidden_size=66'", "66"]),
+        ("num_attention_heads=0", ["--config_overrides 'num_attention_heads=0'", "ZeroDivisionError"]),
+        ("num_key_value_heads=3", ["num_attention_heads 4 is no multiple of num_key_value_heads 3"]),
+    ],
+)
+def test_sizes_that_contradict_each_other(overrides: str, words: list[str], tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 1, "vocab_size": 9}
+    key, value = overrides.split("=")
+    for name, content in (("good", sizes), ("bad", sizes | {key: int(value)})):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps({"model_type": "llama", **content}))
+    with pytest.raises(UserError) as caught:
+        load_config(TrainArguments(model_config_path=str(tmp_path / "good"), config_overrides=overrides))
+    assert all(word in str(caught.value) for word in words) and "\n" not in str(caught.value), caught.value
+    with pytest.raises(UserError, match=f"model config {tmp_path / 'bad'}: "):
+        load_config(TrainArguments(model_config_path=str(tmp_path / "bad")))
+
+
 @pytest.mark.parametrize("overrides", ["num_heads=0", "vocab_size=-3", "dropout_rate=2.0"])
 def test_overrides_that_no_model_can_have(overrides: str, accelerator: Accelerator) -> None:
     args = TrainArguments(model_config_path=str(T5_DEMO), config_overrides=overrides)
