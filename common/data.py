@@ -299,13 +299,24 @@ def _text_value(value: Any, is_list: bool, where: str) -> Any:
     if isinstance(value, list) and all(isinstance(item, str) for item in value):
         if not is_list:
             raise UserError(f"{where} is a list, unlike in the rows before; every row must have the same kind")
+        for item in value:
+            refuse_half_characters(item, where)
         return value
     if isinstance(value, (dict, list)):
         raise UserError(f"{where} is {json.dumps(value)[:60]}; text or a list of texts is expected")
-    if value is None:
+    if value is None or (isinstance(value, float) and math.isnan(value)):  # as Python and pandas write a missing one
         return None
     text = value if isinstance(value, str) else json.dumps(value)
+    refuse_half_characters(text, where)
     return [text] if is_list else text
+
+
+def refuse_half_characters(text: str, where: str) -> None:
+    """Raise `UserError` for what JSON can spell, but no encoding of text and no tokenizer takes: a lone surrogate."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"{where} holds {text[error.start]!a}, half of a character; remove it or repair it") from None
 
 
 def not_utf8(file: Path | str, error: UnicodeDecodeError) -> UserError:
@@ -578,7 +589,13 @@ def _fingerprint(dataset: Dataset, function: Callable[..., Any], *settings: Any)
 def encode(tokenizer: PreTrainedTokenizerBase, texts: list[str], max_length: int) -> list[list[int]]:
     """Token ids of each text, at most `max_length` of them; the last is always the end-of-sequence token."""
     # Cut here, not by the tokenizer: not every tokenizer appends that token, and cutting would change its state.
-    encoded = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
+    encoded = tokenizer(
+        texts, add_special_tokens=False, split_special_tokens=True, return_attention_mask=False, verbose=False
+    )["input_ids"]
+    if tokenizer.unk_token_id is not None:
+        # Words that spell special tokens are text, but T5's vocabulary has them as words, and none for their `<`.
+        special = dict.fromkeys(tokenizer.all_special_ids, tokenizer.unk_token_id)
+        encoded = [[special.get(token, token) for token in ids] for ids in encoded]
     return [[*ids[: max_length - 1], tokenizer.eos_token_id] for ids in encoded]
 
 

@@ -21,7 +21,7 @@ import xxhash
 from transformers import PreTrainedTokenizerBase
 
 from common.arguments import UserError
-from common.data import column_names, csv_rows, expand_paths, json_rows, not_utf8
+from common.data import column_names, csv_rows, expand_paths, json_rows, not_utf8, refuse_half_characters
 
 SUFFIXES = (".txt", ".jsonl", ".json", ".csv", ".parquet", ".arrow")
 LINES = (".jsonl", ".json")
@@ -75,6 +75,8 @@ def list_documents(texts: str | list[str], flag: str, text_column: str) -> list[
         names = [text_column] if file.suffix == ".txt" else _names(file)
         if text_column not in names:
             raise UserError(f"{file}: no column {text_column!r}; it has {', '.join(names)}: choose with --text_column.")
+        if names.count(text_column) > 1:
+            raise UserError(f"{file}: column {text_column!r} is there {names.count(text_column)} times; rename one.")
     return files
 
 
@@ -234,6 +236,7 @@ def _text(value: Any, column: str, where: str) -> str | None:
     if not isinstance(value, str):
         kind = type(value).__name__
         raise UserError(f"{where}: {column!r} is of type {kind} ({str(value)[:40]}); text is expected.".lstrip(": "))
+    refuse_half_characters(value, f"{where}: {column!r}".lstrip(": "))
     return value
 
 

@@ -139,6 +139,8 @@ def run(main: Callable[[], None]) -> NoReturn:
         code, message = EXIT_ERROR, traceback.format_exc()
         if "No space left on device" in str(error) and not arguments.show_tracebacks:
             message = f"error: {' '.join(str(error).split())}\n"
+        if re.match(r"DataLoader worker .*(killed|exited)", str(error)) and not arguments.show_tracebacks:
+            message = f"error: {' '.join(str(error).split())} Fewer --dataloader_num_workers need less host memory.\n"
         if isinstance(error, torch.OutOfMemoryError) and not arguments.show_tracebacks:
             message = f"error: {memory.explain(error)}\n"
         if _is_lost_connection(error):

@@ -210,6 +210,11 @@ def _override(config: Any, folder: Path, text: str) -> Any:
     if config.model_type == "gpt2":  # which has no key of that name, but three that are set as one
         dropout = ",".join(rf"{key}=\1" for key in GPT2_DROPOUT)
         text = re.sub(r"\bdropout\s*=([^,]*)", dropout, text)
+    rope = getattr(config, "rope_parameters", None)
+    if (
+        isinstance(rope, dict) and "rope_theta" in rope
+    ):  # where transformers keeps it; models' own files have it outside
+        config.rope_theta = rope["rope_theta"]
     keys = []
     for item in text.split(","):
         key, equals, value = (part.strip() for part in item.partition("="))
@@ -223,6 +228,9 @@ def _override(config: Any, folder: Path, text: str) -> Any:
         asked = {key: getattr(config, key) for key in keys}
         # Made anew, because a config derives values (such as head_dim) from others when it is made.
         stored, _ = type(config).get_config_dict(folder)
+        if "rope_theta" in asked:
+            stored = {key: value for key, value in stored.items() if key not in ("rope_theta", "rope_scaling")}
+            stored["rope_parameters"] = {**config.rope_parameters, "rope_theta": asked.pop("rope_theta")}
         config = type(config).from_dict(stored | asked)
     except Exception as error:  # whatever the config's own checks raise
         raise UserError(f"--config_overrides {text!r}: {type(error).__name__}: {_one_line(error)}") from error

@@ -51,6 +51,8 @@ from common.prepare import COMPLETE, REPORT, Settings, prepared, read_report, re
 
 SPLIT_NAMES = {"train": "train", "validation": "validation", "valid": "validation"}
 STREAM_LENGTH = 2**40  # of the indices that are a stream's in a mixture
+# Of a streamed file, hashed to know it again: it is too long to be read for that.
+NUM_SAMPLES, SAMPLE_BYTES = 8, 2**16
 
 
 def make_example(tokens: np.ndarray, labels: np.ndarray | None, eos_token_id: int, document_masking: bool) -> Row:
@@ -225,6 +227,8 @@ class FileReader:
         self.files = files
         self.text_column = text_column
         self.description = ", ".join(f"{file.name} ({file.stat().st_size:,} bytes)" for file in files)
+        self.sample = xxhash.xxh3_64_hexdigest(b"".join(_sample(file) for file in files))
+        """Hash of parts of the files, by which one that was edited at the same size is known, though not for sure."""
 
     def read(self, position: Any) -> Iterator[tuple[Piece, Any]]:
         """Pieces from a position on (None: the start), each with the position after it."""
@@ -235,8 +239,20 @@ class FileReader:
             offset = 0
 
 
+def _sample(file: Path) -> bytes:
+    """Hash of blocks of the file, from its beginning to its end."""
+    digest, size = xxhash.xxh3_64(), file.stat().st_size
+    with open(file, "rb") as content:
+        for number in range(NUM_SAMPLES):
+            content.seek(number * max(0, size - SAMPLE_BYTES) // (NUM_SAMPLES - 1))
+            digest.update(content.read(SAMPLE_BYTES))
+    return digest.digest()
+
+
 class HubReader:
     """Documents of a dataset on the hub as they come over the network."""
+
+    sample = ""
 
     def __init__(self, rows: IterableDataset, name: str, text_column: str) -> None:
         self.rows, self.text_column, self.description = rows, text_column, name
@@ -329,8 +345,8 @@ class TokenStream:
         """All that its sequences and their order follow from, besides the seed and the tokenizer."""
         masking = " of documents that do not see each other" if self._document_masking else ""
         return (
-            f"{self}, column {self.reader.text_column}, sequences of {self._length} tokens{masking}, shuffled by "
-            f"{self.window}{self._without}"
+            f"{self} {self.reader.sample}, column {self.reader.text_column}, sequences of {self._length} "
+            f"tokens{masking}, shuffled by {self.window}{self._without}"
         )
 
     def remember(self, num_sequences: int) -> None:

@@ -22,7 +22,14 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from accelerate import PartialState
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, T5Config, T5ForConditionalGeneration
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    AutoTokenizer,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from common import data
 from common.arguments import UserError
@@ -88,14 +95,25 @@ def test_json_lines_with_lists_nulls_numbers_and_other_columns_that_differ(tmp_p
         "\n"
         '{"document": null, "extra": {"x": []}, "summary": 3}\n'
         '{"summary": null}\n'
+        '{"summary": NaN}\n'
     )
     (tmp_path / "b.json").write_text('{"summary": "u", "document": "text", "extra": "y", "more": 1}\n')
     assert read(tmp_path) == [
         {"document": ["One.", "Two."], "summary": "s"},
         {"document": None, "summary": "3"},
         {"document": None, "summary": None},
+        {"document": None, "summary": None},
         {"document": ["text"], "summary": "u"},
     ]
+
+
+@pytest.mark.parametrize("value", [r'"b \ud83d"', r'["a", "b \ud83d"]'])
+def test_half_a_character_in_json_lines(value: str, tmp_path: Path) -> None:
+    whole = r'"a \ud83d\ude00"' if value.startswith('"') else r'["a \ud83d\ude00"]'
+    rows = [f'{{"document": {text}, "summary": "s"}}\n' for text in (whole, value)]
+    (tmp_path / "a.jsonl").write_text("".join(rows))
+    with pytest.raises(UserError, match=r"a\.jsonl line 2: 'document' holds '\\ud83d', half of a character"):
+        read(tmp_path)
 
 
 def test_parquet_next_to_csv(tmp_path: Path) -> None:
@@ -376,6 +394,21 @@ def test_encode_always_ends_with_the_end_of_sequence(tokenizer: PreTrainedTokeni
     assert data.encode(tokenizer, [text], len(whole)) == [whole]
     assert data.encode(tokenizer, [text], len(whole) - 1) == [[*whole[:-2], tokenizer.eos_token_id]]
     assert data.encode(tokenizer, [text], 4) == [tokenizer(text, max_length=4, truncation=True)["input_ids"]]
+
+
+def test_words_that_spell_special_tokens_are_text(tokenizer: PreTrainedTokenizerBase) -> None:
+    [ids] = data.encode(tokenizer, ["Tap </s> or <pad>."], 64)
+    assert not {*ids[:-1]} & {tokenizer.eos_token_id, tokenizer.pad_token_id}
+
+
+def test_special_tokens_that_a_vocabulary_has_as_words() -> None:
+    """As T5's has; a `<` it has not."""
+    vocabulary = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁Tap", -1.0), ("▁", -2.0)]
+    backend = Tokenizer(models.Unigram(vocabulary, unk_id=2))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    special = {"eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
+    unigram = PreTrainedTokenizerFast(tokenizer_object=backend, **special)
+    assert data.encode(unigram, ["Tap </s>"], 64) == [[3, 4, 2, 1]]
 
 
 def test_tokenize_pairs(tokenizer: PreTrainedTokenizerBase) -> None:

@@ -84,6 +84,12 @@ def test_text_without_words_is_dropped(content: str, tmp_path: Path) -> None:
     [
         ("a.jsonl", b'{"text": "a"}\n{"text": \n', r"a.jsonl line 2: not JSON"),
         ("a.jsonl", b'{"text": "a"}\n[1]\n', r"a.jsonl line 2: a JSON list; one object"),
+        ("a.csv", b"text,text\na,b\n", r"a.csv: column 'text' is there 2 times; rename one"),
+        (
+            "a.jsonl",
+            b'{"text": "a \\ud83d\\ude00"}\n{"text": "b \\ud83d"}\n',
+            r"a.jsonl line 2: 'text' holds '\\ud83d', half of a character",
+        ),
         ("a.jsonl", b'{"text": "a"}\n{"text": 3}\n', r"a.jsonl line 2: 'text' is of type int \(3\); text is expected"),
         ("a.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n', r"a.jsonl line 2: not UTF-8 text"),
         ("a.txt", b"abc\n\n" * 2**18 + b"\xe4b\n", r"a.txt line 524289: not UTF-8 text"),

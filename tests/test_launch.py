@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import yaml
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
+from torch.utils.data import DataLoader, Dataset
 
 from common import arguments, launch
 from common.arguments import TrainArguments, UserError
@@ -92,6 +93,17 @@ def test_half_an_environment(name: str, tmp_path: Path, monkeypatch: pytest.Monk
 # `run`.
 
 
+class DeadlyDataset(Dataset[int]):
+    """As the kernel ends a worker that takes too much memory."""
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> int:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return index
+
+
 def main() -> None:
     what, out, *flags = sys.argv[1:]
     arguments.show_tracebacks = "--debug" in flags  # which parse_args does in a recipe
@@ -125,6 +137,9 @@ def main() -> None:
         case "crash":
             if rank == 1:
                 ctypes.string_at(0)
+        case "data worker":
+            if rank == 1:
+                next(iter(DataLoader(DeadlyDataset(), num_workers=1)))
         case "other process":
             if rank == 1:
                 raise UserError("row 3 of this process's file")
@@ -175,6 +190,13 @@ def test_exit_codes_and_messages(
         # Where one process fails before the other has met it, gloo says so beside the error.
         lines = [line for line in result.output.splitlines(keepends=True) if "ProcessGroupGloo.cpp" not in line]
         assert "".join(lines) == text
+
+
+def test_a_data_worker_that_is_killed_is_one_line(forked: ForkedParent, tmp_path: Path) -> None:
+    result = start(forked, "data worker", tmp_path / "run")
+    assert result.exit_code == EXIT_ERROR
+    (line,) = result.output.splitlines()
+    assert line.startswith("error: DataLoader worker (pid") and "Fewer --dataloader_num_workers" in line
 
 
 def test_a_crash_in_a_library_shows_where_it_was(forked: ForkedParent, tmp_path: Path) -> None:

@@ -478,9 +478,29 @@ def test_overrides_reach_what_a_config_derives(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    "stored",
+    [
+        {"rope_theta": 500.0},
+        {"rope_parameters": {"rope_theta": 500.0, "rope_type": "default"}},
+        {"rope_theta": 500.0, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+        {},
+    ],
+)
+def test_the_base_of_the_rotary_positions_is_overridden(stored: dict[str, Any], tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 1, "vocab_size": 9}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **sizes, **stored}))
+    args = TrainArguments(model_config_path=str(tmp_path))
+    as_it_is = load_config(args).rope_parameters
+    args.config_overrides = "max_position_embeddings=64,rope_theta=8e6"
+    config = load_config(args)
+    assert config.rope_parameters == {**as_it_is, "rope_theta": 8e6} and config.max_position_embeddings == 64
+
+
+@pytest.mark.parametrize(
     ("overrides", "words"),
     [
         ("layers=2", ["'layers=2'", "T5Config"]),
+        ("rope_theta=2", ["'rope_theta=2'", "T5Config"]),
         ("num_layers", ["'num_layers'", "key=value"]),
         ("num_layers=2,", ["''", "key=value"]),
         ("num_layers=2=3", ["key=value"]),

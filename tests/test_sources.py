@@ -399,6 +399,13 @@ def test_a_stream_is_known_by_all_that_its_order_follows_from(settings: SourceSe
     ]  # fmt: skip
     assert len({data.describe_contents(source) for source in streams}) == 5
     assert data.describe_contents(streams[0]) == data.describe_contents(stream(settings, file, 10))
+    text = write(file, 20_000, 1).read_text()
+    assert len(text) > 2 * sources.NUM_SAMPLES * sources.SAMPLE_BYTES
+    description = data.describe_contents(stream(settings, file, 10))
+    file.write_text(text.replace("pot", "pan"))
+    assert description != data.describe_contents(stream(settings, file, 10)), "edited, at the same size"
+    file.write_text(text)
+    assert description == data.describe_contents(stream(settings, file, 10)), "whenever it was written"
 
 
 def test_a_stream_that_was_looked_at_begins_anew(settings: SourceSettings, file: Path) -> None:
