@@ -57,7 +57,7 @@ SAMPLE_FILE = Path(__file__).resolve().parent / "samples" / "wikihow_articles.cs
 class GPTArguments(TrainArguments):
     presets: ClassVar[tuple[str, str]] = ("gpt_shakespeare_demo", "gpt_shakespeare_124m")
 
-    text_file: str | None = arg(None, "UTF-8 text to learn, its special tokens included (default: the embedded articles).")
+    text_file: str | None = arg(None, "UTF-8 text; special tokens in it are such (default: the embedded articles).")
     validation_size: float = arg(0.1, "End of the text that is set aside, in characters; below 1: a fraction.")
     character_level: bool = arg(
         False, "Random weights: a token for each character of the text, instead of a tokenizer."
