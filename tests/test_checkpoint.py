@@ -708,6 +708,20 @@ def test_config_yaml_is_kept_until_a_resume_is_accepted(tmp_path: Path, tokenize
     assert "max_steps: 77" in (tmp_path / "config.yaml").read_text()
 
 
+def test_a_run_knows_whether_its_step_can_be_gone_on_from(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    """A stop at a step that has such a checkpoint saves none."""
+    run = Run(tmp_path / "run", tokenizer)
+    assert run.checkpoints.last_saved_step is None
+    run.save(1, only_model=True)
+    assert run.checkpoints.last_saved_step is None
+    folder = run.save(2)
+    assert run.checkpoints.last_saved_step == 2
+    resumed = Run(tmp_path / "run", tokenizer, resume_from_checkpoint="latest")
+    assert resumed.checkpoints.last_saved_step == 2
+    elsewhere = Run(tmp_path / "another", tokenizer, resume_from_checkpoint=str(folder))
+    assert elsewhere.checkpoints.last_saved_step is None
+
+
 # Disks
 
 

@@ -49,7 +49,8 @@ def test_losses_are_those_of_transformers(kind: str, is_packed: bool) -> None:
     model = MODELS[kind]().eval()
     batch = {"input_ids": IDS, "labels": IDS.roll(-1, 1)}
     if is_packed:
-        batch["position_ids"] = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3], [0, 1, 2, 0, 1, 2, 0, 1]])
+        # With a sequence of one token, whose position the next one begins at, too.
+        batch["position_ids"] = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3], [0, 0, 1, 2, 0, 1, 2, 0]])
     loss = without_looking(token_loss, model, batch)
 
     def logits(**changed: torch.Tensor) -> torch.Tensor:

@@ -146,24 +146,26 @@ def test_every_token_comes_once_an_epoch(num_processes: int, settings: SourceSet
 
 def test_seed_folder_with_labels_and_padding(settings: SourceSettings, tmp_path: Path) -> None:
     content = {
-        "input_ids": [[5, 6, 7, 8], [5, 6, 0, 0]],
-        "attention_mask": [[1, 1, 1, 1], [1, 1, 0, 0]],
-        "labels": [[-100, 6, 7, 8], [5, 6, -100, -100]],
+        "input_ids": [[5, 6, 7, 8], [5, 6, 7, 0]],
+        "attention_mask": [[1, 1, 1, 1], [1, 1, 1, 0]],
+        "labels": [[-100, 6, 7, 8], [5, -100, 7, -100]],
     }
     split = datasets.Dataset.from_dict(content)
     datasets.DatasetDict({"train": split, "valid": split}).save_to_disk(tmp_path / "own")
     loaded = sources.load_source(spec(str(tmp_path / "own")), settings)
     assert list(loaded) == ["train", "validation"]
-    assert [row["input_ids"].tolist() for row in map(loaded["train"].__getitem__, range(2))] == [[5, 6, 7, 8], [5, 6]]
+    assert [row["input_ids"].tolist() for row in map(loaded["train"].__getitem__, range(2))] == [
+        [5, 6, 7, 8],
+        [5, 6, 7],
+    ]
     assert [row["labels"].tolist() for row in map(loaded["train"].__getitem__, range(2))] == [
         [6, 7, 8, -100],
-        [6, -100],
+        [-100, 7, -100],
     ]
     assert loaded["train"].names(1) == ["own row 1"]
     gaps = datasets.Dataset.from_dict({"input_ids": [[5, 6]], "attention_mask": [[0, 1]]})
-    rows = TokenRows(gaps, "x", settings.tokenizer, 8, False)
     with pytest.raises(UserError, match="x row 0: its attention_mask has gaps"):
-        rows[0]
+        TokenRows(gaps, "x", settings.tokenizer, 8, False)[0]
 
 
 def test_splits_that_are_missing_or_too_many(settings: SourceSettings, tmp_path: Path) -> None:

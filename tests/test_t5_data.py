@@ -251,3 +251,21 @@ def test_batch_of_the_embedded_articles(recipe: ModuleType) -> None:
         targets = batch["labels"][i][batch["labels"][i] != -100]
         assert tokenizer.decode(sources) == f"summarize: {train[i]['document']}{tokenizer.eos_token}"
         assert tokenizer.decode(targets) == f"{train[i]['summary']}{tokenizer.eos_token}"
+
+
+def test_rouge_is_of_the_rows_that_were_generated_for(recipe: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = datasets.Dataset.from_dict({"summary": [f"Put pot {number} on." for number in range(5)]})
+    asked: dict[str, Any] = {}
+
+    def generate(*args: Any, **settings: Any) -> list[str]:
+        asked.update(settings)
+        return ["Put pot 0 on.", "Put pot 1 on.", "Off it goes."]
+
+    monkeypatch.setattr(recipe, "generate_texts", generate)
+    monkeypatch.setattr(recipe, "sum_over_dataset", lambda *args: None)
+    monkeypatch.setattr(recipe, "loss_and_accuracy", lambda sums: {"eval_loss": 1.0})
+    args = recipe.T5Arguments(num_beams=3, max_new_tokens=7)
+    metrics = recipe.evaluate(args, None, None, None, rows, object(), object())
+    assert asked == {"max_new_tokens": 7, "num_beams": 3}
+    assert metrics["eval_rouge_examples"] == 3 and metrics["eval_loss"] == 1.0
+    assert [metrics[f"eval_{name}"] for name in ("rouge1", "rougeL", "rougeLsum")] == pytest.approx([2 / 3] * 3)

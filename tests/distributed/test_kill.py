@@ -134,6 +134,7 @@ def not_stopped(forked: ForkedParent, tmp_path_factory: pytest.TempPathFactory) 
         ("step:7:1", "SIGTERM!", []),  # one rank alone
         ("file:12:0", "SIGTERM", []),  # in a save
         ("file:1:1", "SIGTERM", ["--async_save", "--save_steps=2"]),  # the steps go on meanwhile
+        ("step:3:0", "SIGTERM", EVALUATING),  # noticed at the end of step 3, where an evaluation is due
         ("evaluation:2:0", "SIGTERM", EVALUATING),
         pytest.param("evaluation:4:0", "SIGTERM", EVALUATING, marks=pytest.mark.full),  # while generating
     ],
@@ -331,11 +332,16 @@ def test_a_folder_that_cannot_be_written(forked: ForkedParent, tmp_path: Path) -
         assert "Traceback" not in result.output
 
 
-@pytest.mark.parametrize("config", ["ddp", "fsdp_full_shard"])
-def test_a_gradient_that_is_not_finite_ends_the_run(config: str, forked: ForkedParent, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("config", "more"),
+    [("ddp", []), ("fsdp_full_shard", []), ("ddp", ["--logging_steps=100"])],  # a save looks before it writes
+)
+def test_a_gradient_that_is_not_finite_ends_the_run(
+    config: str, more: list[str], forked: ForkedParent, tmp_path: Path
+) -> None:
     output = tmp_path / "run"
     result = train(
-        forked, output, *saving(1), "--max_steps=9", "--learning_rate=1e30", "--max_grad_norm=0",
+        forked, output, *saving(1), "--max_steps=9", "--learning_rate=1e30", "--max_grad_norm=0", *more,
         config=config, num_processes=2, exit_code=1,
     )  # fmt: skip
     (error,) = [line for line in result.output.splitlines() if line.startswith("error")]
@@ -346,7 +352,17 @@ def test_a_gradient_that_is_not_finite_ends_the_run(config: str, forked: ForkedP
     assert_complete(output)
 
 
-def test_a_run_that_fails_keeps_the_checkpoint_that_is_being_written(forked: ForkedParent, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("options", "exit_code"),
+    [
+        (["--max_steps=9", "--learning_rate=1e30", "--max_grad_norm=0"], 1),
+        (["--max_steps=1000", "--max_run_seconds=1"], 75),
+    ],
+    ids=["failed", "stopped"],
+)
+def test_a_run_that_ends_early_keeps_the_checkpoint_that_is_being_written(
+    options: list[str], exit_code: int, forked: ForkedParent, tmp_path: Path
+) -> None:
     output, script = tmp_path / "run", tmp_path / "slow_disk.py"
     script.write_text(
         "import runpy, time\n"
@@ -358,10 +374,50 @@ def test_a_run_that_fails_keeps_the_checkpoint_that_is_being_written(forked: For
         "Checkpoints._publish = publish_late\n"
         f"runpy.run_path({str(RECIPE)!r}, run_name='__main__')\n"
     )
-    options = flags(output, *saving(1), "--max_steps=9", "--learning_rate=1e30", "--max_grad_norm=0", "--async_save")
-    result = forked.run(script, *options, config="fsdp_full_shard", num_processes=2, launcher_flags=LAUNCHER_FLAGS)
-    assert result.exit_code == 1 and "The last complete checkpoint is" in result.output, result.output
+    result = forked.run(
+        script, *flags(output, *saving(1), "--async_save", *options),
+        config="fsdp_full_shard", num_processes=2, launcher_flags=LAUNCHER_FLAGS,
+    )  # fmt: skip
+    assert result.exit_code == exit_code, result.output
+    (checkpoint,) = re.findall(r"[Tt]he last complete checkpoint is (\S+step_\d+)", result.output)
+    assert checkpoint_names(output)[-1] == Path(checkpoint).name
+    if exit_code == 75:
+        assert f"at step {int(checkpoint[-8:])}: " in result.output, "what was saved at the stop is kept"
     assert_complete(output)
+
+
+def test_damage_is_found_whichever_process_looks_at_the_file(forked: ForkedParent, tmp_path: Path) -> None:
+    """Each compares a share of the files; all have to come to one answer."""
+    output = tmp_path / "run"
+    train(forked, output, *saving(1), "--max_steps=2")
+    whole = series(output)
+    newest = output / "checkpoints" / "step_00000002"
+    for file in sorted(path for path in newest.rglob("*") if path.is_file() and path.name != "manifest.json")[:4]:
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 1
+        file.write_bytes(content)
+        result = train(forked, output, *saving(1), "--max_steps=2", "--resume_from_checkpoint=latest")
+        assert re.search(rf"skipped .*step_00000002.*{file.name}", result.output), result.output
+        assert series(output) == whole
+
+
+def test_the_watch_for_spikes_sees_the_loss_of_all_processes(forked: ForkedParent, tmp_path: Path) -> None:
+    output, script = tmp_path / "run", tmp_path / "watched.py"
+    script.write_text(
+        "import runpy\n"
+        "from common.loop import SpikeGuard\n"
+        "check = SpikeGuard.check\n"
+        "def shown(self, loss, norm):\n"
+        "    print(f'seen {loss!r}')\n"
+        "    return check(self, loss, norm)\n"
+        "SpikeGuard.check = shown\n"
+        f"runpy.run_path({str(RECIPE)!r}, run_name='__main__')\n"
+    )
+    options = flags(output, "--max_steps=3", "--spike_factor=3")
+    result = forked.run(script, *options, config="ddp", num_processes=2, launcher_flags=LAUNCHER_FLAGS)
+    assert result.exit_code == 0, result.output
+    seen = sorted(float(loss) for loss in re.findall(r"seen (\S+)", result.output))
+    assert seen == pytest.approx(sorted(2 * [line["loss"] for line in lines(output)]), rel=1e-6)
 
 
 def test_steps_that_are_not_finite_can_be_left_out(forked: ForkedParent, tmp_path: Path) -> None:

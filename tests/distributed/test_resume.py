@@ -303,13 +303,14 @@ def test_a_checkpoint_does_not_go_on_in_the_folder_of_another_run(forked: Forked
         train(forked, tmp_path / folder, *saving(1), "--max_steps=2", config="single_device")
     before = {path: path.read_bytes() for path in (tmp_path / "another").rglob("*") if path.is_file()}
     checkpoint = f"--resume_from_checkpoint={tmp_path}/run/checkpoints/step_00000001"
-    result = train(
-        forked, tmp_path / "another", *saving(1), "--max_steps=3", checkpoint, config="single_device", exit_code=2
-    )
-    assert (
-        f"another holds another run (config.yaml, metrics.jsonl, checkpoints, model, report.html) than {tmp_path}"
-        in result.output
-    )
+    for length in ("--max_steps=3", "--num_train_epochs=1"):
+        result = train(
+            forked, tmp_path / "another", *saving(1), length, checkpoint, config="single_device", exit_code=2
+        )
+        assert (
+            f"another holds another run (config.yaml, metrics.jsonl, checkpoints, model, report.html) than {tmp_path}"
+            in result.output
+        )
     assert {path: path.read_bytes() for path in (tmp_path / "another").rglob("*") if path.is_file()} == before
     for _ in range(2):  # a command that was interrupted may be given again
         train(forked, tmp_path / "new", *saving(1), "--max_steps=3", checkpoint, config="single_device")
