@@ -104,12 +104,17 @@ def test_same_files_for_any_number_of_workers_and_interruptions(
     assert not any(name.startswith("parts") for name in expected)
     write_part, count = prepare.tokenize_part, 0
 
-    def interrupted(*arguments: object) -> None:
+    def write_half(file: Any, **arrays: object) -> None:
+        file.write(b"PK")
+        raise KeyboardInterrupt
+
+    def interrupted(*arguments: Any) -> None:
         nonlocal count
         count += 1
-        if count % 3 == 0:
-            raise KeyboardInterrupt
-        write_part(*arguments)  # type: ignore[arg-type]
+        with monkeypatch.context() as patch:
+            if count % 3 == 0:
+                patch.setattr(np, "savez", write_half)
+            write_part(*arguments)
 
     monkeypatch.setattr(prepare, "tokenize_part", interrupted)
     num_starts = 0
