@@ -66,11 +66,12 @@ from transformers import PreTrainedTokenizerBase
 from common.arguments import BatchPlan, TrainArguments, UserError
 from common.data import describe_contents
 from common.files import sync
-from common.launch import RunFailed, Strategy, write_config
+from common.launch import CONFIG_FILE, RunFailed, Strategy, write_config
 from common.sharding import base_model
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
+SHARED_SECONDS = 60.0  # after which a network file system shows what another machine has written
 FULL_FILE = "state.safetensors"
 HUGGINGFACE_FOLDER = "huggingface"
 FOLDER_NAME = re.compile(r"step_(\d+)")
@@ -670,6 +671,7 @@ class Checkpoints:
         self._num_bytes = self._bytes_of_model * (1 + _OPTIMIZER_COPIES[self.args.optim])
         del tensors
         self._huggingface_files = _huggingface_files(model, self.tokenizer)
+        self._refuse_other_files()
         if self.found:
             if num_steps < self.found.step and not self._only_evaluates:
                 raise UserError(f"{self.found.folder} is beyond the {num_steps} steps of this run: raise --max_steps.")
@@ -680,6 +682,8 @@ class Checkpoints:
             if self.args.resume_from_checkpoint == "latest":
                 self._refuse_newer()
             self._together("--output_dir", self._on_main(self._take_over_output_dir))
+            if num_saves > 0:
+                self._check_shared()
             self._check_room(num_saves)
             if self.args.async_save:
                 self._stager = self._make_stager()
@@ -780,6 +784,32 @@ class Checkpoints:
             f"going on from {found.folder}: step {found.step}, saved by {found.manifest['world_size']} processes under "
             f"{found.manifest['strategy']}; loaded in {seconds:.1f} s"
         )
+
+    def _refuse_other_files(self) -> None:
+        """Machines may read files of their own: other ones there would be trained on without a word."""
+        everyone = self._gather({key: self._run[key] for key in ("model", "tokenizer", "data", "evaluation_data")})
+        for rank, other in enumerate(everyone):
+            for key, value in everyone[0].items():
+                if other[key] != value:
+                    raise UserError(
+                        f"the {key} of process {rank} is not that of process 0 ({other[key]} and {value}): all "
+                        "machines need the same files."
+                    )
+
+    def _check_shared(self) -> None:
+        """Refuse an output folder that not all machines see, before training and not at the first checkpoint."""
+        if self._saving is None:
+            return
+        file, deadline = self.folder.parent / CONFIG_FILE, time.monotonic() + SHARED_SECONDS
+        while not (is_seen := file.is_file()) and time.monotonic() < deadline:
+            time.sleep(0.5)
+            with contextlib.suppress(OSError):
+                os.listdir(file.parent)  # what a network file system takes as a reason to look again
+        if blind := [rank for rank, sees in enumerate(self._gather(is_seen)) if not sees]:
+            raise UserError(
+                f"--output_dir {self.args.output_dir}: process {blind[0]} does not see what process 0 has written "
+                "there. Checkpoints need a file system that all machines share; or save none, --save_strategy no."
+            )
 
     def _check_room(self, num_saves: int) -> None:
         """Refuse a run whose first checkpoint or last weights cannot be written; warn when later ones will not fit."""

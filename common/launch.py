@@ -463,8 +463,9 @@ def _set_up_process(args: TrainArguments, accelerator: Accelerator, strategy: St
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
+CONFIG_FILE = "config.yaml"
 RUN_FILES = (
-    "config.yaml", "metrics.jsonl", "checkpoints", "model", "best", "best.superseded", "report.html", "tensorboard",
+    CONFIG_FILE, "metrics.jsonl", "checkpoints", "model", "best", "best.superseded", "report.html", "tensorboard",
     "wandb",
 )  # fmt: skip
 
@@ -518,7 +519,7 @@ def _check_folder(args: TrainArguments, folder: Path) -> None:
 def _resumed_from(folder: Path) -> str | None:
     """The checkpoint that the run of this folder was told to go on from."""
     try:
-        return yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))["resume_from_checkpoint"]
+        return yaml.safe_load((folder / CONFIG_FILE).read_text(encoding="utf-8"))["resume_from_checkpoint"]
     except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
         return None
 
@@ -584,7 +585,7 @@ def write_config(args: TrainArguments) -> None:
     """
     comment = "".join(f"# {line}\n" for line in _banner.splitlines())
     text = yaml.safe_dump(args.to_dict(), sort_keys=False)
-    write_text(Path(str(args.output_dir)) / "config.yaml", comment + text)
+    write_text(Path(str(args.output_dir)) / CONFIG_FILE, comment + text)
 
 
 @contextmanager

@@ -10,8 +10,10 @@ default the articles of the repository. With --model_name_or_path RUN/model --ma
 """
 
 import csv
+import itertools
 import math
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -51,6 +53,7 @@ from common.sharding import check_wrapping, describe_units, prepare_model
 from common.tracking import RunLog
 
 SAMPLE_FILE = Path(__file__).resolve().parent / "samples" / "wikihow_articles.csv"
+PIECE_CHARACTERS = 2**20  # that are tokenized at a time
 
 
 @dataclass
@@ -124,15 +127,28 @@ def character_tokenizer(text: str) -> PreTrainedTokenizerBase:
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str, source: str) -> np.ndarray:
-    """Token ids of the text, without special tokens; `source` is named in errors."""
+    """Token ids of the text, int32, without special tokens; `source` is named in errors."""
     try:
-        ids = tokenizer(text, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
+        # In pieces: what a tokenizer makes of a text takes some hundred bytes a token.
+        ids = [
+            np.array(tokenizer(piece, add_special_tokens=False, verbose=False)["input_ids"], dtype=np.int32)
+            for piece in paragraphs(text)
+        ]
     except Exception as error:  # what `tokenizers` raises for a character that it has neither a token nor <unk> for
         unknown = "".join(sorted(set(text) - set(tokenizer.get_vocab())))
         raise UserError(
             f"{source}: {unknown[:20]!r} is not in the tokenizer's vocabulary; change it or the tokenizer."
         ) from error
-    return np.array(ids, dtype=np.int32)
+    return np.concatenate(ids)
+
+
+def paragraphs(text: str) -> Iterator[str]:
+    """Pieces of the text, cut after the first empty line beyond each PIECE_CHARACTERS: no token reaches over one."""
+    start = 0
+    for end in itertools.chain((match.end() for match in re.finditer(r"\n\s*\n", text)), [len(text)]):
+        if end - start >= PIECE_CHARACTERS or end == len(text):
+            yield text[start:end]
+            start = end
 
 
 def load_blocks(

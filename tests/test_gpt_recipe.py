@@ -75,6 +75,20 @@ def test_validation_size_is_a_fraction_or_characters(
     assert validation == "0123456789ab"[-num_validation:]
 
 
+@pytest.mark.parametrize("is_new", [True, False])
+def test_long_text_is_tokenized_in_pieces(recipe: ModuleType, is_new: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "\n\n" + "".join(recipe.read_text(recipe.GPTArguments())) + "\n \n"
+    tokenizer: Any = AutoTokenizer.from_pretrained(REPOSITORY / "recipes" / "samples" / "tokenizer")
+    if is_new:
+        tokenizer = recipe.character_tokenizer(text)
+    whole = tokenizer(text, add_special_tokens=False)["input_ids"]
+    monkeypatch.setattr(recipe, "PIECE_CHARACTERS", 1000)
+    pieces = list(recipe.paragraphs(text))
+    assert "".join(pieces) == text and len(pieces) > 10 and max(map(len, pieces)) < 5000
+    assert recipe.encode(tokenizer, text, "--text_file").tolist() == whole
+    assert recipe.encode(tokenizer, "", "--prompt").tolist() == []
+
+
 def test_embedded_articles_are_the_default_text(recipe: ModuleType) -> None:
     train, validation = recipe.read_text(recipe.GPTArguments())
     assert 60_000 < len(train) + len(validation) < 120_000

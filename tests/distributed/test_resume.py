@@ -11,6 +11,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+from tests.conftest import REPOSITORY
 from tests.forked import CONFIGS, ForkedParent
 from tests.tiny import LAUNCHER_FLAGS, RECIPE, checkpoint_names, flags, lines, saving, series, train
 
@@ -314,6 +315,34 @@ def test_a_checkpoint_does_not_go_on_in_the_folder_of_another_run(forked: Forked
     assert {path: path.read_bytes() for path in (tmp_path / "another").rglob("*") if path.is_file()} == before
     for _ in range(2):  # a command that was interrupted may be given again
         train(forked, tmp_path / "new", *saving(1), "--max_steps=3", checkpoint, config="single_device")
+
+
+@pytest.mark.parametrize(
+    ("flag", "message"),
+    [
+        ("--text_file={}/other.txt", r"error: the data of process 1 is not that of process 0 .* need the same files\."),
+        ("--output_dir={}/elsewhere", r"error: --output_dir .*run: process 1 does not see what process 0 has written"),
+    ],
+)
+def test_machines_with_files_of_their_own(flag: str, message: str, forked: ForkedParent, tmp_path: Path) -> None:
+    script = tmp_path / "machine.py"
+    script.write_text(
+        "import os, runpy, sys\n"
+        "from common import checkpoint\n"
+        "checkpoint.SHARED_SECONDS = 1.0\n"
+        "if os.environ['RANK'] == '1':\n"
+        f"    sys.argv.append({flag.format(tmp_path)!r})\n"
+        f"runpy.run_path({str(REPOSITORY / 'recipes' / 'gpt_shakespeare.py')!r}, run_name='__main__')\n"
+    )
+    for name, word in (("text", "rice"), ("other", "ricer")):
+        (tmp_path / f"{name}.txt").write_text(f"Stir the {word} and the broth. " * 200)
+    result = forked.run(
+        script, "--config=gpt_shakespeare_demo", f"--text_file={tmp_path}/text.txt", "--max_steps=2", "--prompt=",
+        f"--output_dir={tmp_path}/run", *saving(1), config="ddp", num_processes=2, launcher_flags=LAUNCHER_FLAGS,
+    )  # fmt: skip
+    assert result.exit_code == 2, result.output
+    (error,) = [line for line in result.output.splitlines() if line.startswith("error")]
+    assert re.match(message, error), error
 
 
 def test_metrics_of_a_course_that_was_given_up_are_cut(forked: ForkedParent, tmp_path: Path) -> None:
