@@ -17,6 +17,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -73,6 +74,7 @@ def once_per_node(build: Callable[[], Loaded]) -> Loaded:
         return build()
     if not state.is_main_process:
         datasets.disable_progress_bars()
+    group = _patient_group(torch.distributed.group.WORLD)
     my_turn = 0 if state.is_main_process else 1 if state.is_local_main_process else 2
     loaded: Loaded | None = None
     failure: Exception | None = None
@@ -83,7 +85,8 @@ def once_per_node(build: Callable[[], Loaded]) -> Loaded:
             except Exception as error:  # raised below, once the other processes know of it
                 failure = error
         reports: list[Any] = [None] * state.num_processes
-        torch.distributed.all_gather_object(reports, failure and (isinstance(failure, UserError), str(failure)))
+        said = failure and (isinstance(failure, UserError), str(failure))
+        torch.distributed.all_gather_object(reports, said, group=group)
         if failure is not None:
             raise failure
         for is_user_error, message in filter(None, reports):
@@ -91,13 +94,22 @@ def once_per_node(build: Callable[[], Loaded]) -> Loaded:
     assert loaded is not None
     # A function whose hash differs between processes would have been run by each of them: racing, and N times the time.
     parts = loaded.values() if isinstance(loaded, dict) else [loaded]
-    torch.distributed.all_gather_object(reports, tuple(part._fingerprint for part in parts))
+    torch.distributed.all_gather_object(reports, tuple(part._fingerprint for part in parts), group=group)
     if len(set(reports)) > 1:
         raise UserError(
             "the machines of this run hold different data: the same files are needed on all of them, with the same "
             "times (rsync -t or cp -p keeps them), or a file system that they share."
         )
     return loaded
+
+
+@functools.cache
+def _patient_group(world: Any) -> torch.distributed.ProcessGroup:
+    """Of the processes of `world`, for waits that may be longer than --ddp_timeout: millions of games are replayed.
+
+    A process that dies ends them all the same.
+    """
+    return torch.distributed.new_group(backend="gloo", timeout=timedelta(days=30))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

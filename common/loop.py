@@ -196,9 +196,10 @@ def train(
         else:  # what a run has logged stays as it is
             _evaluate_only(accelerator, None, evaluate, progress.step)
         return progress
-    log.start()
     if saved is not None:
         progress = Progress(**saved["progress"])
+    log.start(progress.step if saved else None)
+    if saved is not None:
         why = checkpoints.other_choice(args.metric_for_best_model)
         if not _holds_best(output / "best", None if why else progress, accelerator):
             why = why or f"is not in {output}"

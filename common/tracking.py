@@ -98,6 +98,7 @@ class Trackers:
         run_name: str,
         entity: str | None = None,
         run_id: str | None = None,
+        resumed_step: int | None = None,
         config: Mapping[str, Any],
     ) -> None:
         self._print = accelerator.print
@@ -112,7 +113,9 @@ class Trackers:
                     accelerator, Path(output_dir), project, run_name, entity, run_id
                 )
             else:
-                tracker = TensorBoardTracker("tensorboard", output_dir)
+                # What a killed run logged beyond its checkpoint is not shown any more: those steps come again.
+                purge_step = None if resumed_step is None else resumed_step + 1
+                tracker = TensorBoardTracker("tensorboard", output_dir, purge_step=purge_step)
             tracker.start()
             self._trackers.append(tracker)
             tracker.store_init_configuration(simple)
@@ -166,8 +169,11 @@ class RunLog:
         self.trackers: Trackers | None = None
         self._args, self._accelerator, self._project, self._run_id = args, accelerator, project, run_id
 
-    def start(self) -> None:
-        """Start the trackers; once the output folder is the run's, and nothing is left that would refuse the run."""
+    def start(self, resumed_step: int | None = None) -> None:
+        """Start the trackers; once the output folder is the run's, and nothing is left that would refuse the run.
+
+        resumed_step: of the checkpoint that the run goes on from.
+        """
         args = self._args
         self.trackers = Trackers(
             self._accelerator,
@@ -177,6 +183,7 @@ class RunLog:
             run_name=args.run_name or self.folder.name,
             entity=args.wandb_entity,
             run_id=self._run_id,
+            resumed_step=resumed_step,
             config=args.to_dict(),
         )
 

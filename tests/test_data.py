@@ -11,6 +11,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -579,6 +580,20 @@ def test_failure_of_one_process_reaches_all(tmp_path: Path) -> None:
     first, second = run_ranks([0, 0], fail_later)
     assert "RuntimeError: another process: disk full" in first and "OSError: disk full" in second
     assert time.monotonic() - started < 30
+
+
+def test_preparation_may_take_longer_than_a_collective() -> None:
+    def build(rank: int) -> Any:
+        torch.distributed.destroy_process_group()
+        torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=3))
+
+        def prepare() -> datasets.Dataset:
+            time.sleep(4 * (rank == 0))
+            return datasets.Dataset.from_dict({"x": [1]})
+
+        return data.once_per_node(prepare)["x"][:]
+
+    assert run_ranks([0, 0], build) == [[1], [1]]
 
 
 def test_processes_that_hold_different_data_stop() -> None:

@@ -87,9 +87,11 @@ def test_format_metrics() -> None:
     assert format_metrics({"eval_rouge1": 0.385531, "eval_examples": 5577}) == "eval_rouge1 0.3855 | 5,577 examples"
 
 
-def make_trackers(accelerator: Accelerator, report_to: list[str], output_dir: Path) -> Trackers:
+def make_trackers(
+    accelerator: Accelerator, report_to: list[str], output_dir: Path, resumed_step: int | None = None
+) -> Trackers:
     return Trackers(
-        accelerator, report_to, output_dir=output_dir, project="recipes", run_name="a run",
+        accelerator, report_to, output_dir=output_dir, project="recipes", run_name="a run", resumed_step=resumed_step,
         config={"learning_rate": 1e-3, "run_name": None, "betas": (0.9, 0.99)},
     )  # fmt: skip
 
@@ -101,9 +103,17 @@ def test_tensorboard_events(tmp_path: Path) -> None:
     trackers.log(3, {"loss": 0.5})
     trackers.log(4, {"loss": 0.25})
     trackers.finish()
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
-    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(3, 0.5), (4, 0.25)]
+
+    def points() -> list[tuple[int, float]]:
+        events = EventAccumulator(str(tmp_path / "tensorboard"))
+        events.Reload()
+        return [(event.step, event.value) for event in events.Scalars("loss")]
+
+    assert points() == [(3, 0.5), (4, 0.25)]
+    trackers = make_trackers(Accelerator(cpu=True), ["tensorboard"], tmp_path, resumed_step=3)
+    trackers.log(4, {"loss": 0.125})
+    trackers.finish()
+    assert points() == [(3, 0.5), (4, 0.125)], "a step that is made once more is shown once"
 
 
 def test_a_report_that_cannot_be_written_is_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
