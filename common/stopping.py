@@ -15,6 +15,20 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 SAME_REQUEST_SECONDS = 2.0
 
 _received: signal.Signals | None = None
+_is_announced = False  # by SIGUSR1 before there was a `StopRequest`
+
+
+def await_announcement() -> None:
+    """From now on SIGUSR1 ends nothing, and a `StopRequest` that is opened later begins with it.
+
+    A batch system may announce its time limit while data are prepared or a model is loaded.
+    """
+
+    def remember(signum: int, frame: object) -> None:
+        global _is_announced
+        _is_announced = True
+
+    signal.signal(signal.SIGUSR1, remember)
 
 
 def received_signal() -> signal.Signals | None:
@@ -45,6 +59,8 @@ class StopRequest:
         # Data-loading processes get the job's signals too: they live on without telling, until this process has saved.
         os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
         threading.Thread(target=self._watch, args=[reader], name="stop_request", daemon=True).start()
+        if _is_announced:
+            self._receive(signal.SIGUSR1)
         return self
 
     def __exit__(
@@ -77,8 +93,8 @@ class StopRequest:
     def _receive(self, signum: signal.Signals) -> None:
         global _received
         now = time.monotonic()
-        is_announced = self._signal == signal.SIGUSR1 and signum == signal.SIGTERM
-        if self._signal is None or is_announced:
+        was_announced = self._signal == signal.SIGUSR1 and signum == signal.SIGTERM
+        if self._signal is None or was_announced:
             self._signal, self._signal_at = signum, now
             _received = signum
         elif now - self._signal_at > SAME_REQUEST_SECONDS:

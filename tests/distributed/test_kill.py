@@ -162,6 +162,26 @@ def test_a_signal_ends_with_a_checkpoint_that_resumes_exactly(
     assert evaluations[0] == evaluations[1], "an evaluation that was stopped is made up for, once"
 
 
+def test_a_time_limit_that_is_announced_while_data_are_prepared(forked: ForkedParent, tmp_path: Path) -> None:
+    output, script = tmp_path / "run", tmp_path / "announced.py"
+    script.write_text(
+        "import os, runpy, signal\n"
+        "from common import data\n"
+        "load = data.load_splits\n"
+        "def announced(**options):\n"
+        "    os.kill(os.getpid(), signal.SIGUSR1)\n"
+        "    return load(**options)\n"
+        "data.load_splits = announced\n"
+        f"runpy.run_path({str(RECIPE)!r}, run_name='__main__')\n"
+    )
+    result = forked.run(
+        script, *flags(output, "--max_steps=1000"),
+        config="fsdp_full_shard", num_processes=2, launcher_flags=LAUNCHER_FLAGS,
+    )  # fmt: skip
+    assert result.exit_codes == [75, 75] and "stopped by SIGUSR1 at step 1: " in result.output, result.output
+    assert checkpoint_names(output) == ["step_00000001"]
+
+
 def test_a_time_limit_ends_with_a_checkpoint(forked: ForkedParent, tmp_path: Path) -> None:
     output = tmp_path / "run"
     result = train(forked, output, "--max_steps=1000", "--max_run_seconds=2", exit_code=75)
