@@ -126,7 +126,7 @@ class DataArguments:
 
     max_train_samples: int | None = arg(None, "Use only so many training examples.")
     max_eval_samples: int | None = arg(None, "Use only so many evaluation examples.")
-    preprocessing_num_workers: int | None = arg(None, "Processes that tokenise, and replay games.")
+    preprocessing_num_workers: int | None = arg(None, "Processes that tokenise, and replay games but for PGN and text.")
 
 
 @dataclass

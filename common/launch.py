@@ -40,7 +40,7 @@ from common.accelerate_config import LaunchConfig, check_launch, wrap_class_name
 from common.arguments import TrainArguments, UserError, is_first_process, plan_batch
 from common.files import write_text
 from common.optim import LossScale
-from common.stopping import await_announcement, received_signal
+from common.stopping import await_announcement, end_forks_with_this_process, received_signal
 
 EXIT_ERROR = 1
 EXIT_USER_ERROR = 2
@@ -125,6 +125,7 @@ def run(main: Callable[[], None]) -> NoReturn:
     """
     faulthandler.enable(2)
     await_announcement()
+    end_forks_with_this_process()
     _stop_with_launcher()
     try:
         main()

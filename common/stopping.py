@@ -1,8 +1,10 @@
 """Asking a run to stop: signals and the time limit are noticed at once and acted on at a step boundary."""
 
+import ctypes
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
 from multiprocessing.connection import wait
@@ -104,6 +106,27 @@ class StopRequest:
 
 def _do_nothing(signum: int, frame: object) -> None:
     """A handler has to be there, or the signal's default action ends the process."""
+
+
+def end_forks_with_this_process() -> None:
+    """Have Linux kill whatever this process forks from now on when it ends, in whatever way.
+
+    The pools of `datasets` wait for ever for a process that was killed.
+    """
+    if sys.platform != "linux":
+        return
+    parent, libc = os.getpid(), ctypes.CDLL(None)
+
+    def note_parent() -> None:
+        nonlocal parent
+        parent = os.getpid()
+
+    def die_with_parent() -> None:
+        libc.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        if os.getppid() != parent:  # gone already, which sends nothing
+            os._exit(1)
+
+    os.register_at_fork(before=note_parent, after_in_child=die_with_parent)
 
 
 def leave_with_parent() -> None:

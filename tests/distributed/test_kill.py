@@ -266,6 +266,28 @@ def test_sigterm_to_the_launcher(launcher: list[str], exit_code: int, tmp_path: 
     assert_complete(output)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent has gone")
+def test_processes_that_tokenize_end_with_a_killed_run(forked: ForkedParent, tmp_path: Path) -> None:
+    script = tmp_path / "slow.py"
+    script.write_text(
+        "import runpy, time\n"
+        "from common import data\n"
+        "data.encode = lambda *args: time.sleep(600)\n"
+        f"runpy.run_path({str(RECIPE)!r}, run_name='__main__')\n"
+    )
+    options = flags(tmp_path / "run", "--preprocessing_num_workers=2")
+    handle = forked.start(script, *options, config="single_device", launcher_flags=LAUNCHER_FLAGS)
+    run, deadline = psutil.Process(handle.pids[0]), time.monotonic() + TIMEOUT
+    while len(workers := run.children(recursive=True)) < 3 and time.monotonic() < deadline:  # two, and their manager
+        time.sleep(0.05)
+    run.kill()
+    handle.wait()
+    gone, alive = psutil.wait_procs(workers, timeout=20)
+    for process in alive:
+        process.kill()
+    assert len(gone) >= 3 and not alive
+
+
 @pytest.mark.launch
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent has gone")
 def test_a_killed_launcher_leaves_a_checkpoint_and_no_process(tmp_path: Path) -> None:
