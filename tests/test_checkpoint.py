@@ -556,6 +556,12 @@ CHANGES: list[tuple[str, dict[str, Any], str]] = [
     ("seed", {"seed": 1}, "seed: 42 -> 1"),
     ("weight_decay", {"weight_decay": 0.0}, "weight_decay: 0.1 -> 0.0"),
     ("max_grad_norm", {"max_grad_norm": 2.0}, "max_grad_norm: 1.0 -> 2.0"),
+    ("min_learning_rate", {"min_learning_rate": 1e-3}, "min_learning_rate: 0.0 -> 0.001"),
+    ("lr_gamma", {"lr_gamma": 0.5}, "lr_gamma: 0.85 -> 0.5"),
+    ("adam_beta1", {"adam_beta1": 0.8}, "adam_beta1: 0.9 -> 0.8"),
+    ("adam_beta2", {"adam_beta2": 0.9}, "adam_beta2: 0.999 -> 0.9"),
+    ("adam_epsilon", {"adam_epsilon": 1e-6}, "adam_epsilon: 1e-08 -> 1e-06"),
+    ("param_dtype", {"param_dtype": "bfloat16"}, "param_dtype: float32 -> bfloat16"),
     ("model_config", {"config": {"dropout_rate": 0.5}}, "model_config: dropout_rate 0.0 -> 0.5"),
     ("data", {"dataset": DATA.select(range(9)), "max_train_samples": 9},
      r"data: 10 training examples.*9 training examples.*--max_train_samples None -> 9"),
@@ -671,6 +677,12 @@ def test_what_needs_no_permission(two_checkpoints: Path, tmp_path: Path, tokeniz
     assert not any("changed" in line for line in run.accelerator.printed)
 
 
+def test_a_config_key_that_only_one_version_of_transformers_has_is_no_change(two_checkpoints: Path) -> None:
+    older = read_checkpoint(two_checkpoints / "checkpoints" / "step_00000002").manifest["run"]
+    newer = older | {"model_config": older["model_config"] | {"unheard_of": 1}}
+    assert checkpoint.differences(older, newer) == checkpoint.differences(newer, older) == {}
+
+
 @pytest.mark.parametrize(
     ("keys", "text"),
     [("learning_rat", "unknown key 'learning_rat'; it takes seed, "), ("seed,model", "model: it cannot change")],
@@ -754,6 +766,26 @@ def test_room_is_checked_at_the_start(
     assert "3 checkpoints at once" in run.accelerator.printed[-1]
     disk(monkeypatch, 3 * 3 * size + 2 * size)
     assert not Run(tmp_path / "f", tokenizer, num_saves=5, save_total_limit=2).accelerator.printed
+    disk(monkeypatch, 2 * 3 * size + 2 * size)  # the third has been written already
+    run = Run(tmp_path / "measured", tokenizer, num_saves=5, save_total_limit=2, resume_from_checkpoint="latest")
+    assert [line.split()[0] for line in run.accelerator.printed] == ["going"]
+
+
+@pytest.mark.parametrize(("optim", "copies"), [("adamw", 3), ("adadelta", 3), ("adafactor", 1)])
+def test_room_for_the_state_of_each_optimizer(
+    optim: str, copies: int, tmp_path: Path, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # So many tokens that torch's framing and Adafactor's sums over rows and columns count for little.
+    settings: dict[str, Any] = {"optim": optim, "config": {"vocab_size": 32_000}}
+    run = Run(tmp_path / "measured", tokenizer, **settings)
+    size = sum(parameter.numel() * 4 for parameter in run.model.parameters())
+    run.update()
+    assert (run.save(1) / "__0_0.distcp").stat().st_size == pytest.approx(copies * size, rel=0.2)
+    disk(monkeypatch, (copies + 1) * size)
+    assert Run(tmp_path / "enough", tokenizer, **settings).state is None
+    disk(monkeypatch, (copies + 1) * size - 1)
+    with pytest.raises(UserError, match="a checkpoint and the last weights need"):
+        Run(tmp_path / "too little", tokenizer, **settings)
 
 
 def test_room_is_checked_at_each_save(
@@ -765,6 +797,9 @@ def test_room_is_checked_at_each_save(
     with pytest.raises(RunFailed, match=r"step 2 cannot be written: .*free, .* needed.*last complete .*step_00000001"):
         run.save(2)
     assert run.names == ["step_00000001"]
+    disk(monkeypatch, sum(parameter.numel() * 4 for parameter in run.model.parameters()))
+    run.save(2, only_model=True)
+    assert run.names == ["step_00000001", "step_00000002"]
 
 
 @pytest.fixture(params=["sharded", "full", "async"])

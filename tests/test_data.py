@@ -831,9 +831,12 @@ def test_contents_are_all_values(monkeypatch: pytest.MonkeyPatch) -> None:
         assert data.contents_hash(table) not in (plain, data.contents_hash(table.select(range(2999))))
     tokens, changed_tokens = np.arange(99), np.arange(99)
     changed_tokens[50] = 0
+    changed_end = np.append(tokens[:-1], 0)
     windows = [data.TokenWindows(tokens, 8, range(0, 90, step)) for step in (8, 9)]
     windows.append(data.TokenWindows(changed_tokens, 8, range(0, 90, 9)))
-    assert len({data.contents_hash(each) for each in windows}) == 3
+    windows.append(data.TokenWindows(changed_end, 8, range(0, 98, 9)))
+    windows.append(data.TokenWindows(tokens, 8, range(0, 98, 9)))
+    assert len({data.contents_hash(each) for each in windows}) == 5
     assert data.contents_hash(windows[1], num_examples=5) == data.contents_hash(windows[2], num_examples=5)
 
 
