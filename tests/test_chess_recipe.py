@@ -16,6 +16,7 @@ from typing import Any
 import datasets
 import pytest
 import torch
+from accelerate import Accelerator
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import common
@@ -69,6 +70,8 @@ def test_games_are_split_without_overlap(recipe: ModuleType) -> None:
     assert {*train["moves"][:], *validation["moves"][:]} == first
     short = recipe.ChessArguments(max_games=60, validation_size=0.2, max_train_samples=5, max_eval_samples=2)
     assert [len(part) for part in recipe.load_games(short)[:2]] == [5, 2]
+    _, other, _ = recipe.load_games(recipe.ChessArguments(max_games=60, validation_size=0.2, seed=1))
+    assert set(other["moves"][:]) != set(validation["moves"][:])
 
 
 def test_files_folders_and_patterns(recipe: ModuleType, tmp_path: Path) -> None:
@@ -116,6 +119,19 @@ def test_validation_games_from_a_file(recipe: ModuleType, tmp_path: Path) -> Non
         read("train.pgn")
     with pytest.raises(UserError, match="none.pgn: no such file"):
         read("none.pgn")
+
+
+def test_a_choice_by_legal_moves_is_among_the_same_positions(recipe: ModuleType) -> None:
+    def description(metric: str, num_samples: int) -> dict[str, str]:
+        args = recipe.ChessArguments(max_games=20, legal_move_samples=num_samples, metric_for_best_model=metric)
+        _, games, _ = recipe.load_games(args)
+        accelerator = Accelerator(cpu=True)
+        return recipe.Evaluation(args, accelerator, chess_model.square_tokenizer(), games, None).description
+
+    by_loss, by_rate = description("eval_loss", 4), description("eval_legal_move_rate", 4)
+    assert by_loss.keys() == {"eval_"} and description("eval_loss", 5) == by_loss
+    assert by_rate == by_loss | {"eval_legal": "4 positions"}
+    assert description("eval_legal_move_rate", 5) == by_loss | {"eval_legal": "5 positions"}
 
 
 def test_a_missing_package_is_an_error_for_the_user(recipe: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

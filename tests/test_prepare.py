@@ -216,10 +216,11 @@ def test_command_of_the_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     (command,) = [line for line in text.splitlines() if line.startswith("python tools/prepare_data.py")]
     (tmp_path / "recipes").symlink_to(REPOSITORY / "recipes")
     monkeypatch.chdir(tmp_path)
-    assert main([*shlex.split(command)[2:], "--num_workers=1"]) == 0
+    assert main([*shlex.split(command)[2:], "--num_workers=1", "--seed=7"]) == 0
     output = capsys.readouterr().out
     assert "1 documents without text" in output and "MB/s" in output
     assert list(datasets.load_from_disk("runs/articles")) == ["train", "validation"]
+    assert prepare.read_report(Path("runs/articles"))["seed"] == 7
 
 
 @pytest.mark.parametrize(

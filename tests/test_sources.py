@@ -168,6 +168,17 @@ def test_seed_folder_with_labels_and_padding(settings: SourceSettings, tmp_path:
         TokenRows(gaps, "x", settings.tokenizer, 8, False)[0]
 
 
+def test_rows_are_known_by_their_form_too(settings: SourceSettings, file: Path) -> None:
+    """Documents that see each other make other examples of the same tokens."""
+    rows = [
+        sources.load_source(spec(str(file)), replace(settings, document_masking=masking))["train"]
+        for masking in (True, False)
+    ]
+    assert len({data.describe_contents(Mixture([each], [1.0])) for each in rows}) == 2
+    sizes: dict[str, Any] = {"process_index": 0, "num_processes": 1, "per_device_batch_size": 2}
+    assert len({data.EvalBatches(each, data.collate_windows, **sizes).description for each in rows}) == 2
+
+
 def test_splits_that_are_missing_or_too_many(settings: SourceSettings, tmp_path: Path) -> None:
     split = datasets.Dataset.from_dict({"input_ids": [[5, 6]]})
     for name, splits, said in (
@@ -310,14 +321,23 @@ def test_held_out_documents_are_trained_on_in_no_source(
     assert validation is not None and 8 < len(held_out := texts(validation)) < 40 and held_out <= set(shared)
     assert not held_out & texts(rows[0]) and not held_out & texts(rows[1])
     assert len(texts(rows[1])) > 300 and rows[1].folder is not None
-    left_out = prepare.report_of(rows[1].folder, "train").dropped[prepare.HELD_OUT]
-    assert len(held_out) <= left_out < 80 and "documents that are held out" in str(rows[1])
+    dropped = prepare.report_of(rows[1].folder, "train").dropped
+    assert len(held_out) <= dropped[prepare.HELD_OUT] < 80 and "documents that are held out" in str(rows[1])
+    assert dropped[prepare.NO_TEXT] == 0
 
     copies = tmp_path / "copies.jsonl"  # with other blanks
     copies.write_text("".join(json.dumps({"text": text.replace(" ", "  ") + "\n"}) + "\n" for text in shared))
     rows, _ = sources.load_sources([specs[0], spec(str(copies))], settings.setting_aside(0.1), None)
     assert rows[1].folder is not None
     assert prepare.report_of(rows[1].folder, "train").dropped[prepare.HELD_OUT] == len(held_out)
+
+    own_share = Settings("text", settings.max_seq_length, validation_size=0.2, seed=settings.seed + 1)
+    prepare.prepare({"train": [first]}, tmp_path / "prepared", settings.tokenizer, own_share, num_workers)
+    rows, validation = sources.load_sources(
+        [spec(str(tmp_path / "prepared")), specs[1]], settings.setting_aside(0.1), None
+    )
+    assert validation is not None and len(held_out := texts(validation)) > 20
+    assert not held_out & texts(rows[0]) and not held_out & texts(rows[1])
 
     apart = tmp_path / "held.jsonl"
     apart.write_text("".join(json.dumps({"text": text}) + "\n" for text in shared[::20] + own[::20]))
@@ -499,6 +519,12 @@ def test_one_source_alone_is_the_step_sampler() -> None:
     mixture = data.MixtureSampler([data.EpochOrder(10, 3)], [0], [2.0], 4, 3, 10)
     plain = data.StepSampler(10, 4, 3)
     assert all((mixture.indices(step) == plain.indices(step)).all() for step in range(12))
+
+
+def test_sources_of_the_same_length_have_orders_of_their_own(settings: SourceSettings, file: Path) -> None:
+    rows = sources.load_source(spec(str(file)), settings)["train"]
+    first, second = SourceSampler(Mixture([rows, rows], [0.5, 0.5]), 4, 5).orders
+    assert first(0, len(rows)).tolist() != second(0, len(rows)).tolist()
 
 
 def test_mixture_of_a_stream_and_rows_reports_and_resumes(settings: SourceSettings, file: Path, tmp_path: Path) -> None:
