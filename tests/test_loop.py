@@ -31,7 +31,7 @@ def due(function: Any, num_steps: int, *more: Any, **settings: Any) -> list[int]
 def test_saves_are_due_by_steps_by_epochs_and_at_the_end() -> None:
     assert due(is_save_due, 10, 10, save_strategy="steps", save_steps=4) == [4, 8, 10]
     # 22 examples in batches of 4: epochs end within the steps 6 and 11.
-    assert due(is_save_due, 13, 13, save_strategy="epoch") == [6, 11, 13]
+    assert due(is_save_due, 13, 13, save_strategy="epoch", evals_per_epoch=2) == [6, 11, 13]
     assert due(is_save_due, 13, 13, save_strategy="no") == []
 
 

@@ -1,4 +1,5 @@
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +20,8 @@ from transformers import (
 )
 
 from common.metrics import ModelFlops, Throughput, peak_flops_per_second, sequence_lengths, target_lengths
+from tests.forked import ForkedParent
+from tests.tiny import LAUNCHER_FLAGS, RECIPE, flags, lines, saving
 
 LLAMA = {
     "vocab_size": 64,
@@ -181,6 +184,37 @@ def test_throughput_averages_over_the_window(monkeypatch: pytest.MonkeyPatch) ->
     throughput.add_step([batch], data_wait_seconds=0.0)
     now += 2.0
     assert throughput.report()["tokens_per_second_per_device"] == pytest.approx(4.0)
+
+
+# Loading, an evaluation and saving take a thousand seconds each by the clock of the throughput.
+CLOCK = f"""
+import runpy, time
+from types import SimpleNamespace
+from common import evaluation, metrics
+from common.checkpoint import Checkpoints
+
+def slow(function):
+    def call(*args, **kwargs):
+        global seconds
+        seconds += 1000
+        return function(*args, **kwargs)
+    return call
+
+seconds = 0
+metrics.time = SimpleNamespace(perf_counter=lambda: time.perf_counter() + seconds)
+evaluation.sum_over_dataset = slow(evaluation.sum_over_dataset)
+Checkpoints.start, Checkpoints.save = slow(Checkpoints.start), slow(Checkpoints.save)
+runpy.run_path({str(RECIPE)!r}, run_name="__main__")
+"""
+
+
+def test_the_time_of_a_step_is_that_of_training_alone(forked: ForkedParent, tmp_path: Path) -> None:
+    (tmp_path / "clock.py").write_text(CLOCK)
+    options = flags(tmp_path / "run", *saving(1), "--eval_strategy=steps", "--eval_steps=1", "--max_steps=3")
+    result = forked.run(tmp_path / "clock.py", *options, config="single_device", launcher_flags=LAUNCHER_FLAGS)
+    assert result.exit_code == 0, result.output
+    logged = [line["step_seconds"] for line in lines(tmp_path / "run") if "step_seconds" in line]
+    assert len(logged) == 3 and max(logged) < 500
 
 
 def test_throughput_without_a_known_peak_has_no_mfu() -> None:

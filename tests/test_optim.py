@@ -1,6 +1,7 @@
 """Learning rates against hand-computed values; decay groups and updates, the same under every strategy."""
 
 import itertools
+import json
 import math
 import os
 import sys
@@ -28,9 +29,9 @@ from transformers import (
 from common.arguments import OptimizerArguments, TrainArguments, UserError
 from common.launch import Strategy, build_accelerator, run
 from common.losses import token_loss
-from common.optim import build_optimizer, build_scheduler, learning_rate
+from common.optim import LossScale, build_optimizer, build_scheduler, learning_rate
 from common.sharding import base_model, prepare_model
-from tests.forked import ForkedParent
+from tests.forked import REPOSITORY, ForkedParent
 
 KINDS = ("t5", "llama", "gpt2")
 OPTIMIZERS: dict[str, dict[str, Any]] = {
@@ -248,6 +249,40 @@ def test_scheduler_sets_the_rate_of_every_step_and_group() -> None:
         optimizer.step()
         scheduler.step()
     assert build_scheduler(optimizer, args, num_steps=0, steps_per_epoch=4.5).get_last_lr()  # evaluation only
+
+
+def test_the_loss_scale_grows_after_good_steps_in_a_row() -> None:
+    scale, scales = LossScale(scale=8.0, growth_interval=2), []
+    for is_finite in (True, True, True, True, True, False, True, False, True, True):
+        scale.update(is_finite)
+        scales.append(scale.scale)
+    assert scales == [8.0, 16.0, 16.0, 32.0, 32.0, 16.0, 16.0, 8.0, 8.0, 16.0]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "more"),
+    [
+        ("t5_summarize", ["--rouge_samples=0"]),
+        ("gpt_shakespeare", ["--prompt="]),
+        ("llama_pretrain", ["--prompt=", "--forgetting_dataset="]),
+        ("chess_finetune", ["--max_games=40", "--legal_move_samples=0"]),
+    ],
+)
+def test_the_step_schedule_of_a_recipe_counts_its_epochs(
+    recipe: str, more: list[str], forked: ForkedParent, tmp_path: Path
+) -> None:
+    if recipe == "chess_finetune":
+        pytest.importorskip("chess")
+    flags = [
+        f"--config={recipe}_demo", f"--output_dir={tmp_path / 'run'}", "--max_train_samples=6", "--total_batch_size=4",
+        "--per_device_train_batch_size=4", "--max_steps=4", "--lr_scheduler_type=step", "--lr_gamma=0.5",
+        "--learning_rate=0.01", "--min_learning_rate=0", "--warmup_steps=0", "--logging_steps=1",
+        "--eval_on_start=false", "--eval_strategy=no", "--save_strategy=no",
+    ]  # fmt: skip
+    result = forked.run(REPOSITORY / "recipes" / f"{recipe}.py", *flags, *more, config="single_device")
+    assert result.exit_code == 0, result.output
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["learning_rate"] for line in lines] == [0.01, 0.01, 0.005, 0.0025]
 
 
 # Under every strategy: the groups have the same names and the updates are the same.

@@ -11,6 +11,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+from common.checkpoint import read_checkpoint, step_folders
 from tests.conftest import REPOSITORY
 from tests.forked import CONFIGS, ForkedParent
 from tests.tiny import LAUNCHER_FLAGS, RECIPE, checkpoint_names, flags, lines, saving, series, train
@@ -67,19 +68,21 @@ def test_same_layout_is_bit_exact(
     """Dropout included, from a step within a logging window and within an epoch."""
     yaml_file = yaml_of(config, tmp_path)
 
-    def run(*flags: str) -> None:
-        train(
+    def run(*flags: str) -> list[str]:
+        result = train(
             forked, output, *saving(3), "--logging_steps=2", "--max_steps=7", *more, *flags,
             config=yaml_file, num_processes=num_processes,
         )  # fmt: skip
+        return re.findall(r"^epoch \S+: train loss \S+ \(of \d logged steps\), ", result.output, re.MULTILINE)
 
     output = tmp_path / "run"
-    run()
+    epochs = run()
+    assert [line.partition(":")[0] for line in epochs] == ["epoch 1.09", "epoch 1.27"]
     assert checkpoint_names(output) == ["step_00000003", "step_00000006", "step_00000007"]
     expected = series(output)
     assert list(expected) == [2, 4, 6, 7]
     weights = load_file(output / "model" / "model.safetensors")
-    run(f"--resume_from_checkpoint={output}/checkpoints/step_00000003")
+    assert run(f"--resume_from_checkpoint={output}/checkpoints/step_00000003") == epochs
     assert series(output) == expected
     # Names go on from the step; what the first course had under them is set aside.
     assert {"step_00000003", "step_00000006", "step_00000007"} < set(checkpoint_names(output))
@@ -122,6 +125,33 @@ def test_random_numbers_are_of_the_step_and_the_process(forked: ForkedParent, tm
     assert len(whole) == 2 * 4 and len(set(whole.values())) == 2 * 4
     resumed = states(f"--resume_from_checkpoint={tmp_path}/run/checkpoints/step_00000002")
     assert resumed == {key: state for key, state in whole.items() if key[1] in "23"}
+
+
+# With a scale that grows every second step, in float32.
+SCALING = f"""
+import runpy
+from common import launch
+from common.optim import LossScale
+
+def build_with_scale(*args):
+    accelerator, strategy = build(*args)
+    accelerator.scaler = LossScale(4.0, growth_interval=2)
+    return accelerator, strategy
+
+build, launch.build_accelerator = launch.build_accelerator, build_with_scale
+runpy.run_path({str(RECIPE)!r}, run_name="__main__")
+"""
+
+
+def test_the_loss_scale_of_fp16_goes_on(forked: ForkedParent, tmp_path: Path) -> None:
+    (tmp_path / "scaling.py").write_text(SCALING)
+    for more in ([], [f"--resume_from_checkpoint={tmp_path}/run/checkpoints/step_00000003"]):
+        options = flags(tmp_path / "run", *saving(3), "--max_steps=6", *more)
+        result = forked.run(
+            tmp_path / "scaling.py", *options, config="single_device", launcher_flags=LAUNCHER_FLAGS
+        )  # fmt: skip
+        assert result.exit_code == 0, result.output
+        assert [line["loss_scale"] for line in lines(tmp_path / "run")] == [4.0, 8.0, 8.0, 16.0, 16.0, 32.0]
 
 
 # Any other layout
@@ -262,9 +292,11 @@ def test_the_best_checkpoint_survives_and_its_metric_is_remembered(forked: Forke
     """The learning rate explodes after step 2, so that evaluation gets worse from there."""
     output = tmp_path / "run"
     options = [*saving(1), "--save_total_limit=1", "--eval_strategy=steps", "--eval_steps=1", "--max_grad_norm=0"]
-    train(forked, output, *options, "--max_steps=2", config="single_device")
+    result = train(forked, output, *options, "--max_steps=2", config="single_device")
+    assert re.search(r"^epoch 0.36: train loss .*, validation loss \S+ \(new record\), ", result.output, re.MULTILINE)
     more = [*options, "--resume_from_checkpoint=latest", "--learning_rate=10", "--allow_changed=learning_rate"]
     result = train(forked, output, *more, "--max_steps=4", config="single_device")
+    assert re.search(r"^epoch 0.73: train loss .*, validation loss [^ (]+, ", result.output, re.MULTILINE)
     losses = {line["step"]: line["eval_loss"] for line in lines(output) if "eval_loss" in line}
     assert list(losses) == [1, 2, 3, 4]
     assert losses[2] == min(losses.values()), "the premise of this test"
@@ -297,6 +329,12 @@ def test_the_best_model_of_another_metric_or_folder(forked: ForkedParent, tmp_pa
     lines_before = lines(tmp_path / "run")
     train(forked, tmp_path / "run", "--resume_from_checkpoint=latest", "--max_steps=0", config="single_device")
     assert lines(tmp_path / "run") == lines_before
+
+
+def test_no_checkpoint_has_the_optimizer_where_only_the_model_is_saved(forked: ForkedParent, tmp_path: Path) -> None:
+    train(forked, tmp_path / "run", *saving(1), "--max_steps=2", "--save_only_model", config="single_device")
+    folders = step_folders(tmp_path / "run" / "checkpoints")
+    assert [read_checkpoint(folder).manifest["has_optimizer"] for folder in folders] == [False, False]
 
 
 def test_a_checkpoint_does_not_go_on_in_the_folder_of_another_run(forked: ForkedParent, tmp_path: Path) -> None:
@@ -355,6 +393,17 @@ def test_metrics_of_a_course_that_was_given_up_are_cut(forked: ForkedParent, tmp
           "--lr_scheduler_type=constant", "--allow_changed=lr_scheduler_type", config="single_device")  # fmt: skip
     assert [line["step"] for line in lines(output)] == [1, 2, 3]
     assert lines(output)[:2] == first
+
+
+def test_metrics_of_a_run_without_a_checkpoint_are_cut(forked: ForkedParent, tmp_path: Path) -> None:
+    """Killed after the evaluation before training: all of it comes again."""
+    output = tmp_path / "run"
+    output.mkdir()
+    (output / "metrics.jsonl").write_text('{"step": 0, "eval_loss": 1.0}\n{"step": 1, "loss": 1.0}\n')
+    more = ["--resume_from_checkpoint=latest", "--max_steps=1"]
+    train(forked, output, *more, config="single_device")
+    (line,) = lines(output)
+    assert line["step"] == 1 and line["loss"] > 1.0
 
 
 def test_the_best_model_of_another_course_is_set_aside(forked: ForkedParent, tmp_path: Path) -> None:
