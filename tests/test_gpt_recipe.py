@@ -284,21 +284,25 @@ def test_same_losses_and_answer_under_every_strategy(
     assert answer(result.output) == answer(trained[1])
 
 
-def test_sampling_is_seeded_and_equal_on_all_processes(forked: ForkedParent, text_file: Path, tmp_path: Path) -> None:
+def test_sampling_is_seeded_and_equal_on_all_processes(
+    forked: ForkedParent, trained: tuple[Path, str], text_file: Path, tmp_path: Path
+) -> None:
+    flags = [f"--model_name_or_path={trained[0] / 'model'}", "--config_overrides=n_layer=2", "--max_steps=0"]
     answers = []
-    for name, config, num_processes in [
-        ("a", "single_device", 1),
-        ("b", "single_device", 1),
-        ("c", "fsdp_full_shard", 2),
+    for name, config, num_processes, seed in [
+        ("a", "single_device", 1, 1),
+        ("b", "single_device", 1, 1),
+        ("c", "fsdp_full_shard", 2, 1),
+        ("d", "single_device", 1, 2),
     ]:
         result = run(
-            forked, tmp_path / name, f"--text_file={text_file}", "--max_steps=0", "--prompt=fox", config=config,
-            num_processes=num_processes,
+            forked, tmp_path / name, f"--text_file={text_file}", *flags, "--prompt=fox", f"--seed={seed}",
+            config=config, num_processes=num_processes,
         )  # fmt: skip
         assert result.exit_code == 0, result.output
         answers.append(answer(result.output))
-    assert answers[0] == answers[1] == answers[2]
-    assert len(set(answers[0][3:])) > 5  # sampled from an untrained model: no loop of one token
+    assert answers[0] == answers[1] == answers[2] != answers[3]
+    assert len(set(answers[0][3:])) > 5  # sampled from a model that is hardly trained: no loop of one token
 
 
 def test_llama_shape_with_a_subword_tokenizer(forked: ForkedParent, tmp_path: Path) -> None:

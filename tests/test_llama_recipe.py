@@ -2,18 +2,22 @@
 
 import json
 import math
+import re
 import zipfile
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import datasets
 import pytest
 import torch
+from accelerate import Accelerator
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from common import prepare
 from common.arguments import UserError, parse_args
 from common.prepare import Settings
+from common.sources import Mixture, SourceSampler, TokenRows
 from tests.conftest import REPOSITORY, load_recipe
 from tests.forked import ForkedParent, Result
 from tests.test_sources import write
@@ -63,6 +67,41 @@ def by_files(forked: ForkedParent, news: Path, tmp_path_factory: pytest.TempPath
     return output
 
 
+@pytest.fixture
+def recipe() -> ModuleType:
+    return load_recipe(RECIPE)
+
+
+def test_training_samples_are_limited_and_a_stream_has_its_steps_for_an_epoch(recipe: ModuleType, news: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(TOKENIZER)
+
+    def load(*flags: str) -> tuple[Mixture, SourceSampler, dict[str, TokenRows]]:
+        args = parse_args(recipe.LlamaArguments, [*FLAGS, f"--train_file={news}", *flags])
+        return recipe.load_data(args, tokenizer, 4)
+
+    mixture, sampler, _ = load()
+    assert len(mixture) == sampler.num_examples > 20
+    mixture, sampler, _ = load("--max_train_samples=5")
+    assert len(mixture) == sampler.num_examples == 5
+    assert load("--streaming")[1].num_examples == 9 * 4
+
+
+def test_bits_per_byte_of_a_part_of_the_held_out_text(recipe: ModuleType, tmp_path: Path) -> None:
+    file = tmp_path / "held.jsonl"
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in (*["rice"] * 40, *["é è ü"] * 40)))
+    tokenizer = AutoTokenizer.from_pretrained(TOKENIZER)
+    flags = [f"--validation_file={file}", "--eval_strategy=steps", "--eval_steps=1", "--per_device_eval_batch_size=1"]
+    args = parse_args(recipe.LlamaArguments, [*FLAGS, *flags, "--max_eval_batches=2"])
+    _, _, held_out = recipe.load_data(args, tokenizer, 4)
+    checkpoints: Any = SimpleNamespace(before_training={}, found=None)
+    evaluation = recipe.Evaluation(args, Accelerator(cpu=True), tokenizer, held_out, checkpoints)
+    batches, targets_per_byte = evaluation.sets[""]
+    assert batches.num_examples == 2 < len(held_out[""])
+    targets = [token for index in range(2) for token in held_out[""][index]["labels"].tolist() if token != -100]
+    num_bytes = len(tokenizer.decode(targets, skip_special_tokens=True).encode())
+    assert targets_per_byte == len(targets) / num_bytes != held_out[""].targets_per_byte()
+
+
 def test_tokenized_folder_gives_the_same_losses(
     forked: ForkedParent, by_files: Path, news: Path, tmp_path: Path
 ) -> None:
@@ -88,6 +127,20 @@ def test_streaming_gives_the_same_losses_and_resumes_exactly_twice_in_a_row(
         assert series(tmp_path / "run") == expected
 
 
+# Says from where on files are read: a stream that goes on must not tokenize again what it has had.
+READING = f"""
+import runpy
+from common import sources
+
+def read_and_say(self, position):
+    print(f"{{self.files[0].name}} from {{position}}", flush=True)
+    return read(self, position)
+
+read, sources.FileReader.read = sources.FileReader.read, read_and_say
+runpy.run_path({str(RECIPE)!r}, run_name="__main__")
+"""
+
+
 def test_mixture_is_logged_and_a_stream_in_windows_resumes_in_another_layout(
     forked: ForkedParent, news: Path, tmp_path: Path
 ) -> None:
@@ -102,11 +155,14 @@ def test_mixture_is_logged_and_a_stream_in_windows_resumes_in_another_layout(
     assert last["seconds_left"] == 0
     expected = series(tmp_path / "run")
     checkpoint = tmp_path / "run" / "checkpoints" / "step_00000014"
-    result = run(
-        forked, tmp_path / "run", *flags, "--max_steps=20", f"--resume_from_checkpoint={checkpoint}", config="ddp",
-        num_processes=1,
+    (tmp_path / "reading.py").write_text(READING)
+    result = forked.run(
+        tmp_path / "reading.py", *flags, f"--output_dir={tmp_path / 'run'}", "--max_steps=20",
+        f"--resume_from_checkpoint={checkpoint}", config="ddp", num_processes=1,
+        launcher_flags=["--mixed_precision", "no"], cwd=REPOSITORY,
     )  # fmt: skip
     assert result.exit_code == 0, result.output
+    assert re.search(r"^web\.jsonl from \[0, [1-9]\d*\]$", result.output, re.MULTILINE), result.output
     for found, wanted in zip(series(tmp_path / "run"), expected, strict=True):
         assert found == pytest.approx(wanted, rel=1e-9)
 
@@ -156,6 +212,16 @@ def test_labels_that_teach_nothing_end_the_run(forked: ForkedParent, tmp_path: P
     result = run(forked, tmp_path / "run", *flags, num_processes=2)
     assert result.exit_code == 1 and "Traceback" not in result.output, result.output
     assert "error: step 5: the gradient has been 0 for 5 steps" in result.output and "silent row " in result.output
+
+
+def test_labels_that_teach_nothing_now_and_then_do_not_end_the_run(forked: ForkedParent, tmp_path: Path) -> None:
+    """One of three rows, in each epoch once: never five in a row, and more than five in all."""
+    rows = {"input_ids": [[5, 6, 7, 8]] * 3, "labels": [[5, -100, -100, -100], [5, 6, 7, 8], [5, 6, 7, 8]]}
+    datasets.Dataset.from_dict(rows).save_to_disk(tmp_path / "third")
+    flags = [*FLAGS, f"--train_file={tmp_path / 'third'}", "--total_batch_size=1", "--max_steps=18"]
+    result = run(forked, tmp_path / "run", *flags, num_processes=1)
+    assert result.exit_code == 0, result.output
+    assert [line["grad_norm"] == 0 for line in lines(tmp_path / "run")].count(True) == 6
 
 
 def test_forgetting_is_of_the_same_text_or_of_none(forked: ForkedParent, news: Path, tmp_path: Path) -> None:
