@@ -690,12 +690,24 @@ def test_under_torchrun_the_environment_names_the_file(from_flag: bool, torchrun
     assert os.environ["FSDP_SHARDING_STRATEGY"] == "SHARD_GRAD_OP"
 
 
+@pytest.mark.parametrize("from_flag", [False, True])
+def test_under_torchrun_no_variable_acts_beside_the_file(from_flag: bool, torchrun: pytest.MonkeyPatch) -> None:
+    path = CONFIGS / "fsdp_full_shard.yaml"
+    os.environ["FSDP_OFFLOAD_PARAMS"] = "true"
+    if not from_flag:
+        os.environ["ACCELERATE_CONFIG_FILE"] = str(path)
+    with pytest.raises(UserError, match=f"the environment has FSDP_OFFLOAD_PARAMS, .* beside what {path} says"):
+        accelerate_config.check_launch(str(path) if from_flag else None)
+    assert "ACCELERATE_USE_FSDP" not in os.environ
+
+
 def test_what_a_launcher_has_set_is_not_set_again(torchrun: pytest.MonkeyPatch) -> None:
     path = CONFIGS / "fsdp_fp8.yaml"
     os.environ.update({"ACCELERATE_CONFIG_FILE": str(path), "ACCELERATE_DYNAMO_MODE": "default"})
     os.environ["ACCELERATE_MIXED_PRECISION"] = "no"  # its flag overrode the file
     before = dict(os.environ)
-    assert accelerate_config.check_launch().path == path
+    found = accelerate_config.check_launch()
+    assert found.path == path and found.flags["mixed_precision"] == "no"
     assert os.environ == before
 
 

@@ -81,6 +81,18 @@ def test_a_run_that_has_ended_meanwhile_is_not_replaced(tmp_path: Path) -> None:
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == "{}"
 
 
+def test_all_of_an_earlier_run_is_overwritten(tmp_path: Path) -> None:
+    for name in ("checkpoints", "model", "best", "best.superseded", "tensorboard", "wandb"):
+        (tmp_path / name / "inside").mkdir(parents=True)
+    for name in ("config.yaml", "metrics.jsonl", "report.html", "notes.txt"):
+        (tmp_path / name).touch()
+    args = TrainArguments(output_dir=str(tmp_path), overwrite_output_dir=True)
+    accelerator: Any = SimpleNamespace(is_main_process=True, wait_for_everyone=lambda: None)
+    launch.claim_output_dir(args, accelerator)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.yaml", "notes.txt"]
+    assert (tmp_path / "config.yaml").read_text()
+
+
 @pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK"])
 def test_half_an_environment(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for other in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
@@ -272,6 +284,8 @@ def test_fsdp1_offload_must_not_accumulate() -> None:
     args = TrainArguments(total_batch_size=16, per_device_train_batch_size=2)
     with pytest.raises(UserError, match=r"last micro-batch only, .* has 4; .*--per_device_train_batch_size 8\."):
         launch._check_fsdp1_offload("fsdp_offload_params", args, num_processes=2, on_cpu=False)
+    with pytest.raises(UserError, match=r"last micro-batch only, .* has 2; .*--per_device_train_batch_size 4\."):
+        launch._check_fsdp1_offload("fsdp_offload_params", args, num_processes=4, on_cpu=False)
     launch._check_fsdp1_offload("fsdp_offload_params", args, num_processes=8, on_cpu=False)
     with pytest.raises(UserError, match="cannot be rehearsed on the CPU"):
         launch._check_fsdp1_offload("fsdp_offload_params", args, num_processes=8, on_cpu=True)
@@ -352,13 +366,19 @@ def test_deterministic_runs_do_not_fill_new_tensors(monkeypatch: pytest.MonkeyPa
         torch.use_deterministic_algorithms(False)
 
 
-def test_the_banner_is_shown_once_and_names_what_is_in_effect(forked: ForkedParent, tmp_path: Path) -> None:
-    result = start(forked, "banner", tmp_path / "run", config="fsdp_full_shard", launcher_flags=())
+@pytest.mark.parametrize(
+    ("config", "after_forward"),
+    [("fsdp_full_shard", "resharded after forward"), ("fsdp_shard_grad_op", "kept after forward")],
+)
+def test_the_banner_is_shown_once_and_names_what_is_in_effect(
+    config: str, after_forward: str, forked: ForkedParent, tmp_path: Path
+) -> None:
+    result = start(forked, "banner", tmp_path / "run", config=config, launcher_flags=())
     assert result.exit_code == 0, result.output
     assert result.output.count("== test_launch ") == 1
     rows = dict(line.split(maxsplit=1) for line in result.output.splitlines()[1:])
-    assert rows["strategy"].startswith("FSDP2") and rows["processes"] == "2 on cpu"
-    assert rows["accelerate"].endswith("accelerate_configs/fsdp_full_shard.yaml")
+    assert rows["strategy"] == f"FSDP2, parameters, gradients and optimizer sharded, {after_forward}"
+    assert rows["processes"] == "2 on cpu" and rows["accelerate"].endswith(f"accelerate_configs/{config}.yaml")
     assert "over gloo" in rows["substituted"] and rows["model"] == "a model" and "empty" not in rows
     assert f"torch {torch.__version__}" in rows["libraries"]
     if launch._cpu_computes("bf16"):
