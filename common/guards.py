@@ -10,7 +10,7 @@ MIN_STEPS = 10
 class SpikeGuard:
     """Compares each step's loss and gradient norm with the median of up to NUM_STEPS steps before, from MIN_STEPS on.
 
-    It begins anew with each start of a run.
+    Steps without a target, whose loss and gradient are 0, are not among them. It begins anew with each start of a run.
     """
 
     def __init__(self, factor: float) -> None:
@@ -28,5 +28,6 @@ class SpikeGuard:
                 found.append(
                     f"{name} {value:.4g} is {value / median:.1f} times the median of {len(history)} steps before"
                 )
-            history.append(value)
+            if value > 0:
+                history.append(value)
         return " and ".join(found) or None

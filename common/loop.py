@@ -209,7 +209,7 @@ def train(
             progress.best_metric = progress.best_step = None
         window.restore(saved["window"])
         sampler.restore(saved.get("data"))
-        epoch.loss_sum, epoch.num_steps = saved["epoch"]
+        epoch.restore(saved["epoch"])
         if accelerator.scaler is not None and saved["loss_scale"] is not None:
             accelerator.scaler = LossScale(**saved["loss_scale"])
         scheduler.last_epoch = progress.step - 1  # the rate is a function of the step, which the next call sets
@@ -304,7 +304,7 @@ def train(
             "progress": asdict(progress),
             "window": window.state(),
             "data": sampler.state(progress.step),
-            "epoch": [epoch.loss_sum, epoch.num_steps],
+            "epoch": epoch.state(),
             "loss_scale": asdict(accelerator.scaler) if accelerator.scaler else None,
         }
         with throughput.paused():
@@ -598,6 +598,15 @@ class _EpochLine:
     def _restart(self) -> None:
         self.started, self.loss_sum, self.num_steps = time.perf_counter(), 0.0, 0
         self.validation = (None, False)
+
+    def state(self) -> list[float | bool | None]:
+        """JSON values that `restore` takes."""
+        return [self.loss_sum, self.num_steps, *self.validation]
+
+    def restore(self, state: list[Any]) -> None:
+        self.loss_sum, self.num_steps, *validation = state
+        if validation:  # else of a checkpoint that did not keep it
+            self.validation = (validation[0], validation[1])
 
     def add(self, mean_loss: float, num_steps: int) -> None:
         self.loss_sum += mean_loss * num_steps

@@ -582,10 +582,12 @@ def test_failure_of_one_process_reaches_all(tmp_path: Path) -> None:
     assert time.monotonic() - started < 30
 
 
-def test_preparation_may_take_longer_than_a_collective() -> None:
+def test_preparation_may_take_longer_than_a_collective(tmp_path: Path) -> None:
     def build(rank: int) -> Any:
         torch.distributed.destroy_process_group()
-        torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=3))
+        # Not at the first group's port, which may still be closing.
+        store = torch.distributed.FileStore(str(tmp_path / "store"), 2)
+        torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=3))
 
         def prepare() -> datasets.Dataset:
             time.sleep(4 * (rank == 0))

@@ -20,3 +20,10 @@ def test_a_new_level_becomes_the_measure() -> None:
         guard.check(1.0, 1.0)
     found = [guard.check(3.0, 1.0) for _ in range(NUM_STEPS)]
     assert found[0] is not None and found[-1] is None
+
+
+def test_steps_without_a_target_are_no_measure() -> None:
+    guard = SpikeGuard(2.0)
+    found = [guard.check(1.0 * (step % 2), 3.0 * (step % 2)) for step in range(6 * MIN_STEPS)]
+    assert found == [None] * 6 * MIN_STEPS
+    assert guard.check(2.5, 3.0) is not None

@@ -1,5 +1,6 @@
 """The loop's parts that need no launch: cadence, the logging window, steps that are left out."""
 
+import json
 import math
 from pathlib import Path
 from types import SimpleNamespace
@@ -82,11 +83,14 @@ def test_an_epoch_line_has_the_evaluation_of_its_own_epoch() -> None:
     epoch = _EpochLine(total_batch_size=4, num_examples=22)
     assert [step for step in range(1, 12) if epoch.ends(step)] == [6, 11]
     epoch.add(2.0, 4)
-    epoch.add(5.0, 2)
     epoch.validation = (1.5, True)
-    assert epoch.line(6).startswith(
-        "epoch 1.09: train loss 3.0000 (of 6 logged steps), validation loss 1.5000 (new record), "
-    )
+    resumed = _EpochLine(total_batch_size=4, num_examples=22)
+    resumed.restore(json.loads(json.dumps(epoch.state())))
+    for line in (epoch, resumed):
+        line.add(5.0, 2)
+        assert line.line(6).startswith(
+            "epoch 1.09: train loss 3.0000 (of 6 logged steps), validation loss 1.5000 (new record), "
+        )
     epoch.add(1.0, 5)
     assert "train loss 1.0000 (of 5 logged steps), " in (second := epoch.line(11)) and "validation" not in second
 
