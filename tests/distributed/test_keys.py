@@ -34,7 +34,7 @@ from common import launch, sharding
 from common.accelerate_config import KEYS, _section
 from common.arguments import BatchPlan, OptimizerArguments, RefinementArguments, TrainArguments, UserError
 from common.checkpoint import Checkpoints
-from common.launch import build_accelerator, run
+from common.launch import build_accelerator, claim_output_dir, run
 from common.losses import token_loss
 from common.models import load_config, load_model
 from common.optim import build_optimizer
@@ -201,6 +201,7 @@ def observe(args: TrainArguments, saves: bool) -> dict[str, Any]:
         checkpoints = Checkpoints(args, accelerator, strategy, tokenizer)
         optimizer, plan = build_optimizer(model, OptimizerArguments()), BatchPlan(2, 1, 1, 2)
         rows = Dataset.from_dict({"input_ids": [[1]]})
+        claim_output_dir(args, accelerator)
         checkpoints.start(model, optimizer, plan, rows, None, num_steps=1, num_saves=1)
         checkpoints.save(1, {}, best_step=None)
         files = checkpoints.folder / "step_00000001"

@@ -275,7 +275,7 @@ def test_processes_that_tokenize_end_with_a_killed_run(forked: ForkedParent, tmp
         "data.encode = lambda *args: time.sleep(600)\n"
         f"runpy.run_path({str(RECIPE)!r}, run_name='__main__')\n"
     )
-    options = flags(tmp_path / "run", "--preprocessing_num_workers=2")
+    options = flags(tmp_path / "run", "--preprocessing_num_workers=2", "--max_source_length=31")  # not in the cache
     handle = forked.start(script, *options, config="single_device", launcher_flags=LAUNCHER_FLAGS)
     run, deadline = psutil.Process(handle.pids[0]), time.monotonic() + TIMEOUT
     while len(workers := run.children(recursive=True)) < 3 and time.monotonic() < deadline:  # two, and their manager
