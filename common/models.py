@@ -211,9 +211,7 @@ def _override(config: Any, folder: Path, text: str) -> Any:
         dropout = ",".join(rf"{key}=\1" for key in GPT2_DROPOUT)
         text = re.sub(r"\bdropout\s*=([^,]*)", dropout, text)
     rope = getattr(config, "rope_parameters", None)
-    if (
-        isinstance(rope, dict) and "rope_theta" in rope
-    ):  # where transformers keeps it; models' own files have it outside
+    if isinstance(rope, dict) and "rope_theta" in rope:  # models' own files have it outside
         config.rope_theta = rope["rope_theta"]
     keys = []
     for item in text.split(","):
