@@ -66,7 +66,7 @@ from transformers import PreTrainedTokenizerBase
 from common.arguments import BatchPlan, TrainArguments, UserError
 from common.data import describe_contents
 from common.files import sync
-from common.launch import CONFIG_FILE, RunFailed, Strategy, write_config
+from common.launch import CONFIG_FILE, RunFailed, Strategy, first_difference, write_config
 from common.sharding import base_model
 
 FORMAT_VERSION = 1
@@ -788,13 +788,12 @@ class Checkpoints:
     def _refuse_other_files(self) -> None:
         """Machines may read files of their own: other ones there would be trained on without a word."""
         everyone = self._gather({key: self._run[key] for key in ("model", "tokenizer", "data", "evaluation_data")})
-        for rank, other in enumerate(everyone):
-            for key, value in everyone[0].items():
-                if other[key] != value:
-                    raise UserError(
-                        f"the {key} of process {rank} is not that of process 0 ({other[key]} and {value}): all "
-                        "machines need the same files."
-                    )
+        if difference := first_difference(everyone):
+            key, rank = difference
+            raise UserError(
+                f"the {key} of process {rank} is not that of process 0 ({everyone[rank][key]} and {everyone[0][key]}): "
+                "all machines need the same files."
+            )
 
     def _check_shared(self) -> None:
         """Refuse an output folder that not all machines see, before training and not at the first checkpoint."""

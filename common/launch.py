@@ -4,7 +4,6 @@ The one place that builds an `Accelerator`. On a machine without a GPU the same 
 with real FSDP units; what had to be substituted is named in the banner, and what cannot be rehearsed is refused.
 """
 
-import ctypes
 import faulthandler
 import fcntl
 import importlib.util
@@ -16,7 +15,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -40,7 +39,7 @@ from common.accelerate_config import LaunchConfig, check_launch, wrap_class_name
 from common.arguments import TrainArguments, UserError, is_first_process, plan_batch
 from common.files import write_text
 from common.optim import LossScale
-from common.stopping import await_announcement, end_forks_with_this_process, received_signal
+from common.stopping import await_announcement, end_forks_with_this_process, received_signal, signal_with_parent
 
 EXIT_ERROR = 1
 EXIT_USER_ERROR = 2
@@ -138,13 +137,8 @@ def run(main: Callable[[], None]) -> NoReturn:
     except KeyboardInterrupt:
         code, message = EXIT_ERROR, "interrupted\n"
     except Exception as error:
-        code, message = EXIT_ERROR, traceback.format_exc()
-        if "No space left on device" in str(error) and not arguments.show_tracebacks:
-            message = f"error: {' '.join(str(error).split())}\n"
-        if re.match(r"DataLoader worker .*(killed|exited)", str(error)) and not arguments.show_tracebacks:
-            message = f"error: {' '.join(str(error).split())} Fewer --dataloader_num_workers need less host memory.\n"
-        if isinstance(error, torch.OutOfMemoryError) and not arguments.show_tracebacks:
-            message = f"error: {memory.explain(error)}\n"
+        known = None if arguments.show_tracebacks else _explain(error)
+        code, message = EXIT_ERROR, f"error: {known}\n" if known else traceback.format_exc()
         if _is_lost_connection(error):
             # Another process has gone; its own error is the one to see, and the launcher is about to end this one, or
             # has tried to by the signal that asks for a stop.
@@ -165,13 +159,24 @@ def run(main: Callable[[], None]) -> NoReturn:
     os._exit(code)
 
 
+def _explain(error: Exception) -> str | None:
+    """One line for a library's error that is no fault of the code; None: where it was has to be seen."""
+    text = " ".join(str(error).split())
+    if isinstance(error, torch.OutOfMemoryError):
+        return memory.explain(error)
+    if "No space left on device" in text:
+        return text
+    if re.match(r"DataLoader worker .*(killed|exited)", text):
+        return f"{text} Fewer --dataloader_num_workers need less host memory."
+    return None
+
+
 def _stop_with_launcher() -> None:
     """Have Linux send this process SIGTERM when tools/launch.py has gone, however that was; nobody else would tell."""
     launcher = os.environ.get("LAUNCHER_PID")
     if launcher is None or sys.platform != "linux":
         return
-    parent_death_signal = 1  # PR_SET_PDEATHSIG
-    ctypes.CDLL(None).prctl(parent_death_signal, signal.SIGTERM)
+    signal_with_parent(signal.SIGTERM)
     if int(launcher) not in [
         process.pid for process in psutil.Process().parents()
     ]:  # gone already, which sends nothing
@@ -428,14 +433,22 @@ def _check_agreement(settings: dict[str, str], timeout: timedelta) -> None:
     everywhere: list[Any] = [None] * world
     dist.all_gather_object(everywhere, settings, group=group)
     dist.destroy_process_group(group)
+    if difference := first_difference(everywhere):
+        name, rank = difference
+        raise UserError(
+            f"{name} is {everywhere[0].get(name)} for process 0 and {everywhere[rank].get(name)} for process {rank}: "
+            "start all machines with the same YAML and flags."
+        )
+
+
+def first_difference(everywhere: Sequence[Mapping[str, Any]]) -> tuple[str, int] | None:
+    """(name, process) of the first value that is not that of process 0; None: all processes have the same."""
     first = everywhere[0]
     for rank, other in enumerate(everywhere):
         for name in sorted(first.keys() | other.keys()):
             if first.get(name) != other.get(name):
-                raise UserError(
-                    f"{name} is {first.get(name)} for process 0 and {other.get(name)} for process {rank}: start all "
-                    "machines with the same YAML and flags."
-                )
+                return name, rank
+    return None
 
 
 def cores_per_process() -> int:

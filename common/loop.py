@@ -187,8 +187,9 @@ def train(
         num_steps=num_steps,
         num_saves=count_saves(args, num_steps, plan.total, sampler.num_examples),
     )
+    if saved is not None:
+        progress = Progress(**saved["progress"])
     if num_steps == 0:
-        progress = Progress(**saved["progress"]) if saved else progress
         if checkpoints.last_saved_step is None and not log.file.path.exists():
             log.start()
             _evaluate_only(accelerator, log, evaluate, progress.step)
@@ -196,8 +197,6 @@ def train(
         else:  # what a run has logged stays as it is
             _evaluate_only(accelerator, None, evaluate, progress.step)
         return progress
-    if saved is not None:
-        progress = Progress(**saved["progress"])
     log.start(progress.step if saved else None)
     if saved is not None:
         why = checkpoints.other_choice(args.metric_for_best_model)

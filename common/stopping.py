@@ -108,6 +108,12 @@ def _do_nothing(signum: int, frame: object) -> None:
     """A handler has to be there, or the signal's default action ends the process."""
 
 
+def signal_with_parent(signum: signal.Signals) -> None:
+    """Have Linux send this process the signal when the one that started it ends, however that is."""
+    parent_death_signal = 1  # PR_SET_PDEATHSIG
+    ctypes.CDLL(None).prctl(parent_death_signal, signum)
+
+
 def end_forks_with_this_process() -> None:
     """Have Linux kill whatever this process forks from now on when it ends, in whatever way.
 
@@ -115,14 +121,14 @@ def end_forks_with_this_process() -> None:
     """
     if sys.platform != "linux":
         return
-    parent, libc = os.getpid(), ctypes.CDLL(None)
+    parent = os.getpid()
 
     def note_parent() -> None:
         nonlocal parent
         parent = os.getpid()
 
     def die_with_parent() -> None:
-        libc.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        signal_with_parent(signal.SIGKILL)
         if os.getppid() != parent:  # gone already, which sends nothing
             os._exit(1)
 

@@ -130,10 +130,8 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str, source: str) -> np.nda
     """Token ids of the text, int32, without special tokens; `source` is named in errors."""
     try:
         # In pieces: what a tokenizer makes of a text takes some hundred bytes a token.
-        ids = [
-            np.array(tokenizer(piece, add_special_tokens=False, verbose=False)["input_ids"], dtype=np.int32)
-            for piece in paragraphs(text)
-        ]
+        options = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
+        ids = [np.array(tokenizer(piece, **options)["input_ids"], dtype=np.int32) for piece in paragraphs(text)]
     except Exception as error:  # what `tokenizers` raises for a character that it has neither a token nor <unk> for
         unknown = "".join(sorted(set(text) - set(tokenizer.get_vocab())))
         raise UserError(

@@ -127,6 +127,13 @@ class Handle:
         return Result(exit_codes, exit_code, self.output, time.monotonic() - self._started, timed_out)
 
 
+def patched(recipe: Path, folder: Path, code: str) -> Path:
+    """A script in the folder that runs `code`, which may put something in the place of a function, and the recipe."""
+    script = folder / "patched.py"
+    script.write_text(f"import runpy\n{code}\nrunpy.run_path({str(recipe)!r}, run_name='__main__')\n")
+    return script
+
+
 def free_port() -> int:
     """A port of this machine that nobody listens on."""
     with socket.socket() as probe:

@@ -19,7 +19,7 @@ from common.arguments import UserError, parse_args
 from common.prepare import Settings
 from common.sources import Mixture, SourceSampler, TokenRows
 from tests.conftest import REPOSITORY, load_recipe
-from tests.forked import ForkedParent, Result
+from tests.forked import ForkedParent, Result, patched
 from tests.test_sources import write
 
 RECIPE = REPOSITORY / "recipes" / "llama_pretrain.py"
@@ -128,16 +128,14 @@ def test_streaming_gives_the_same_losses_and_resumes_exactly_twice_in_a_row(
 
 
 # Says from where on files are read: a stream that goes on must not tokenize again what it has had.
-READING = f"""
-import runpy
+READING = """
 from common import sources
 
 def read_and_say(self, position):
-    print(f"{{self.files[0].name}} from {{position}}", flush=True)
+    print(f"{self.files[0].name} from {position}", flush=True)
     return read(self, position)
 
 read, sources.FileReader.read = sources.FileReader.read, read_and_say
-runpy.run_path({str(RECIPE)!r}, run_name="__main__")
 """
 
 
@@ -155,9 +153,9 @@ def test_mixture_is_logged_and_a_stream_in_windows_resumes_in_another_layout(
     assert last["seconds_left"] == 0
     expected = series(tmp_path / "run")
     checkpoint = tmp_path / "run" / "checkpoints" / "step_00000014"
-    (tmp_path / "reading.py").write_text(READING)
+    script = patched(RECIPE, tmp_path, READING)
     result = forked.run(
-        tmp_path / "reading.py", *flags, f"--output_dir={tmp_path / 'run'}", "--max_steps=20",
+        script, *flags, f"--output_dir={tmp_path / 'run'}", "--max_steps=20",
         f"--resume_from_checkpoint={checkpoint}", config="ddp", num_processes=1,
         launcher_flags=["--mixed_precision", "no"], cwd=REPOSITORY,
     )  # fmt: skip

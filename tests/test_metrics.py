@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from common.metrics import ModelFlops, Throughput, peak_flops_per_second, sequence_lengths, target_lengths
-from tests.forked import ForkedParent
+from tests.forked import ForkedParent, patched
 from tests.tiny import LAUNCHER_FLAGS, RECIPE, flags, lines, saving
 
 LLAMA = {
@@ -187,8 +187,8 @@ def test_throughput_averages_over_the_window(monkeypatch: pytest.MonkeyPatch) ->
 
 
 # Loading, an evaluation and saving take a thousand seconds each by the clock of the throughput.
-CLOCK = f"""
-import runpy, time
+CLOCK = """
+import time
 from types import SimpleNamespace
 from common import evaluation, metrics
 from common.checkpoint import Checkpoints
@@ -204,14 +204,13 @@ seconds = 0
 metrics.time = SimpleNamespace(perf_counter=lambda: time.perf_counter() + seconds)
 evaluation.sum_over_dataset = slow(evaluation.sum_over_dataset)
 Checkpoints.start, Checkpoints.save = slow(Checkpoints.start), slow(Checkpoints.save)
-runpy.run_path({str(RECIPE)!r}, run_name="__main__")
 """
 
 
 def test_the_time_of_a_step_is_that_of_training_alone(forked: ForkedParent, tmp_path: Path) -> None:
-    (tmp_path / "clock.py").write_text(CLOCK)
+    script = patched(RECIPE, tmp_path, CLOCK)
     options = flags(tmp_path / "run", *saving(1), "--eval_strategy=steps", "--eval_steps=1", "--max_steps=3")
-    result = forked.run(tmp_path / "clock.py", *options, config="single_device", launcher_flags=LAUNCHER_FLAGS)
+    result = forked.run(script, *options, config="single_device", launcher_flags=LAUNCHER_FLAGS)
     assert result.exit_code == 0, result.output
     logged = [line["step_seconds"] for line in lines(tmp_path / "run") if "step_seconds" in line]
     assert len(logged) == 3 and max(logged) < 500

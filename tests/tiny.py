@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import REPOSITORY
-from tests.forked import ForkedParent, Result
+from tests.forked import ForkedParent, Result, patched
 
 RECIPE = REPOSITORY / "recipes" / "t5_summarize.py"
 # 22 examples in batches of 4: epochs end within batches. Dropout is the model's own, 0.1.
@@ -29,6 +29,22 @@ SERIES = ("loss", "grad_norm", "learning_rate", "num_tokens")
 def flags(output: Path, *more: str, dropout: bool = True) -> list[str]:
     overrides = SIZE if dropout else f"{SIZE},dropout_rate=0.0"
     return [*FLAGS, f"--config_overrides={overrides}", f"--output_dir={output}", *more]
+
+
+def with_loss_scale(folder: Path, scale: str) -> Path:
+    """A script of the recipe with this loss scale, as fp16 has one, in the types of the launcher."""
+    code = f"""
+from common import launch
+from common.optim import LossScale
+
+def build_with_scale(*args):
+    accelerator, strategy = build(*args)
+    accelerator.scaler = {scale}
+    return accelerator, strategy
+
+build, launch.build_accelerator = launch.build_accelerator, build_with_scale
+"""
+    return patched(RECIPE, folder, code)
 
 
 def saving(steps: int) -> list[str]:

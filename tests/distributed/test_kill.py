@@ -16,8 +16,19 @@ import pytest
 
 from common.checkpoint import check_contents, read_checkpoint, step_folders
 from tests.conftest import REPOSITORY
-from tests.forked import CONFIGS, ForkedParent, Result
-from tests.tiny import LAUNCHER_FLAGS, RECIPE, checkpoint_names, flags, lines, mounted, saving, series, train
+from tests.forked import CONFIGS, ForkedParent, Result, patched
+from tests.tiny import (
+    LAUNCHER_FLAGS,
+    RECIPE,
+    checkpoint_names,
+    flags,
+    lines,
+    mounted,
+    saving,
+    series,
+    train,
+    with_loss_scale,
+)
 
 INTERRUPTED = REPOSITORY / "tests" / "distributed" / "interrupted.py"
 NUM_STEPS = 24
@@ -163,19 +174,19 @@ def test_a_signal_ends_with_a_checkpoint_that_resumes_exactly(
 
 
 def test_a_time_limit_that_is_announced_while_data_are_prepared(forked: ForkedParent, tmp_path: Path) -> None:
-    output, script = tmp_path / "run", tmp_path / "announced.py"
-    script.write_text(
-        "import os, runpy, signal\n"
-        "from common import data\n"
-        "load = data.load_splits\n"
-        "def announced(**options):\n"
-        "    os.kill(os.getpid(), signal.SIGUSR1)\n"
-        "    return load(**options)\n"
-        "data.load_splits = announced\n"
-        f"runpy.run_path({str(RECIPE)!r}, run_name='__main__')\n"
-    )
+    output = tmp_path / "run"
+    code = """
+import os, signal
+from common import data
+
+def announced(**options):
+    os.kill(os.getpid(), signal.SIGUSR1)
+    return load(**options)
+
+load, data.load_splits = data.load_splits, announced
+"""
     result = forked.run(
-        script, *flags(output, "--max_steps=1000"),
+        patched(RECIPE, tmp_path, code), *flags(output, "--max_steps=1000"),
         config="fsdp_full_shard", num_processes=2, launcher_flags=LAUNCHER_FLAGS,
     )  # fmt: skip
     assert result.exit_codes == [75, 75] and "stopped by SIGUSR1 at step 1: " in result.output, result.output
@@ -268,13 +279,8 @@ def test_sigterm_to_the_launcher(launcher: list[str], exit_code: int, tmp_path: 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent has gone")
 def test_processes_that_tokenize_end_with_a_killed_run(forked: ForkedParent, tmp_path: Path) -> None:
-    script = tmp_path / "slow.py"
-    script.write_text(
-        "import runpy, time\n"
-        "from common import data\n"
-        "data.encode = lambda *args: time.sleep(600)\n"
-        f"runpy.run_path({str(RECIPE)!r}, run_name='__main__')\n"
-    )
+    code = "import time\nfrom common import data\ndata.encode = lambda *args: time.sleep(600)"
+    script = patched(RECIPE, tmp_path, code)
     options = flags(tmp_path / "run", "--preprocessing_num_workers=2", "--max_source_length=31")  # not in the cache
     handle = forked.start(script, *options, config="single_device", launcher_flags=LAUNCHER_FLAGS)
     run, deadline = psutil.Process(handle.pids[0]), time.monotonic() + TIMEOUT
@@ -405,19 +411,19 @@ def test_a_gradient_that_is_not_finite_ends_the_run(
 def test_a_run_that_ends_early_keeps_the_checkpoint_that_is_being_written(
     options: list[str], exit_code: int, forked: ForkedParent, tmp_path: Path
 ) -> None:
-    output, script = tmp_path / "run", tmp_path / "slow_disk.py"
-    script.write_text(
-        "import runpy, time\n"
-        "from common.checkpoint import Checkpoints\n"
-        "publish = Checkpoints._publish\n"
-        "def publish_late(*args):\n"
-        "    time.sleep(2)\n"
-        "    publish(*args)\n"
-        "Checkpoints._publish = publish_late\n"
-        f"runpy.run_path({str(RECIPE)!r}, run_name='__main__')\n"
-    )
+    output = tmp_path / "run"
+    code = """
+import time
+from common.checkpoint import Checkpoints
+
+def publish_late(*args):
+    time.sleep(2)
+    publish(*args)
+
+publish, Checkpoints._publish = Checkpoints._publish, publish_late
+"""
     result = forked.run(
-        script, *flags(output, *saving(1), "--async_save", *options),
+        patched(RECIPE, tmp_path, code), *flags(output, *saving(1), "--async_save", *options),
         config="fsdp_full_shard", num_processes=2, launcher_flags=LAUNCHER_FLAGS,
     )  # fmt: skip
     assert result.exit_code == exit_code, result.output
@@ -444,17 +450,17 @@ def test_damage_is_found_whichever_process_looks_at_the_file(forked: ForkedParen
 
 
 def test_the_watch_for_spikes_sees_the_loss_of_all_processes(forked: ForkedParent, tmp_path: Path) -> None:
-    output, script = tmp_path / "run", tmp_path / "watched.py"
-    script.write_text(
-        "import runpy\n"
-        "from common.loop import SpikeGuard\n"
-        "check = SpikeGuard.check\n"
-        "def shown(self, loss, norm):\n"
-        "    print(f'seen {loss!r}')\n"
-        "    return check(self, loss, norm)\n"
-        "SpikeGuard.check = shown\n"
-        f"runpy.run_path({str(RECIPE)!r}, run_name='__main__')\n"
-    )
+    output = tmp_path / "run"
+    code = """
+from common.loop import SpikeGuard
+
+def shown(self, loss, norm):
+    print(f"seen {loss!r}")
+    return check(self, loss, norm)
+
+check, SpikeGuard.check = SpikeGuard.check, shown
+"""
+    script = patched(RECIPE, tmp_path, code)
     options = flags(output, "--max_steps=3", "--spike_factor=3")
     result = forked.run(script, *options, config="ddp", num_processes=2, launcher_flags=LAUNCHER_FLAGS)
     assert result.exit_code == 0, result.output
@@ -482,19 +488,7 @@ def exact(exponent: int) -> str:
 
 def test_an_overflow_in_fp16_is_no_fault_of_the_data(forked: ForkedParent, tmp_path: Path) -> None:
     """A loss scale that is too large at first, in float32: it is halved until no gradient overflows."""
-    output, script = tmp_path / "run", tmp_path / "overflowing.py"
-    script.write_text(
-        "import runpy\n"
-        "from common import launch\n"
-        "from common.optim import LossScale\n"
-        "build = launch.build_accelerator\n"
-        "def build_with_scale(*args):\n"
-        "    accelerator, strategy = build(*args)\n"
-        "    accelerator.scaler = LossScale(2.0**136)\n"
-        "    return accelerator, strategy\n"
-        "launch.build_accelerator = build_with_scale\n"
-        f"runpy.run_path({str(RECIPE)!r}, run_name='__main__')\n"
-    )
+    output, script = tmp_path / "run", with_loss_scale(tmp_path, "LossScale(2.0**136)")
     options = flags(output, "--max_steps=12")
     result = forked.run(script, *options, config="ddp", num_processes=2, launcher_flags=LAUNCHER_FLAGS)
     assert result.exit_code == 0, result.output

@@ -13,8 +13,18 @@ from safetensors.torch import load_file
 
 from common.checkpoint import read_checkpoint, step_folders
 from tests.conftest import REPOSITORY
-from tests.forked import CONFIGS, ForkedParent
-from tests.tiny import LAUNCHER_FLAGS, RECIPE, checkpoint_names, flags, lines, saving, series, train
+from tests.forked import CONFIGS, ForkedParent, patched
+from tests.tiny import (
+    LAUNCHER_FLAGS,
+    RECIPE,
+    checkpoint_names,
+    flags,
+    lines,
+    saving,
+    series,
+    train,
+    with_loss_scale,
+)
 
 Layout = tuple[str, int]
 """A YAML of accelerate_configs/, after a space another state-dict type than its own, and the number of processes."""
@@ -92,7 +102,7 @@ def test_same_layout_is_bit_exact(
 
 # Prints a number of the generator's state at the start of each step, and the time limit of collectives.
 WATCHED = """
-import os, runpy, sys
+import os
 import torch, torch.distributed as dist, xxhash
 from common import loop
 
@@ -103,18 +113,16 @@ def seed_step(seed, step, process_index):
     print(f"rank {os.environ['RANK']} step {step} state {state} limit {limit:.0f}", flush=True)
 
 original, loop.seed_step = loop.seed_step, seed_step
-sys.argv = sys.argv[1:]
-runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
 def test_random_numbers_are_of_the_step_and_the_process(forked: ForkedParent, tmp_path: Path) -> None:
     """Ranks must not share their dropout, nor a resumed run repeat that of its first steps."""
-    (tmp_path / "watched.py").write_text(WATCHED)
+    script = patched(RECIPE, tmp_path, WATCHED)
 
     def states(*more: str) -> dict[tuple[str, str], str]:
         result = forked.run(
-            tmp_path / "watched.py", str(RECIPE), *flags(tmp_path / "run", *saving(2), "--max_steps=4", *more),
+            script, *flags(tmp_path / "run", *saving(2), "--max_steps=4", *more),
             "--ddp_timeout=77", config="ddp", num_processes=2, launcher_flags=LAUNCHER_FLAGS,
         )  # fmt: skip
         assert result.exit_code == 0, result.output
@@ -127,29 +135,11 @@ def test_random_numbers_are_of_the_step_and_the_process(forked: ForkedParent, tm
     assert resumed == {key: state for key, state in whole.items() if key[1] in "23"}
 
 
-# With a scale that grows every second step, in float32.
-SCALING = f"""
-import runpy
-from common import launch
-from common.optim import LossScale
-
-def build_with_scale(*args):
-    accelerator, strategy = build(*args)
-    accelerator.scaler = LossScale(4.0, growth_interval=2)
-    return accelerator, strategy
-
-build, launch.build_accelerator = launch.build_accelerator, build_with_scale
-runpy.run_path({str(RECIPE)!r}, run_name="__main__")
-"""
-
-
 def test_the_loss_scale_of_fp16_goes_on(forked: ForkedParent, tmp_path: Path) -> None:
-    (tmp_path / "scaling.py").write_text(SCALING)
+    script = with_loss_scale(tmp_path, "LossScale(4.0, growth_interval=2)")  # grows every second step
     for more in ([], [f"--resume_from_checkpoint={tmp_path}/run/checkpoints/step_00000003"]):
         options = flags(tmp_path / "run", *saving(3), "--max_steps=6", *more)
-        result = forked.run(
-            tmp_path / "scaling.py", *options, config="single_device", launcher_flags=LAUNCHER_FLAGS
-        )  # fmt: skip
+        result = forked.run(script, *options, config="single_device", launcher_flags=LAUNCHER_FLAGS)
         assert result.exit_code == 0, result.output
         assert [line["loss_scale"] for line in lines(tmp_path / "run")] == [4.0, 8.0, 8.0, 16.0, 16.0, 32.0]
 
@@ -363,15 +353,14 @@ def test_a_checkpoint_does_not_go_on_in_the_folder_of_another_run(forked: Forked
     ],
 )
 def test_machines_with_files_of_their_own(flag: str, message: str, forked: ForkedParent, tmp_path: Path) -> None:
-    script = tmp_path / "machine.py"
-    script.write_text(
-        "import os, runpy, sys\n"
-        "from common import checkpoint\n"
-        "checkpoint.SHARED_SECONDS = 1.0\n"
-        "if os.environ['RANK'] == '1':\n"
-        f"    sys.argv.append({flag.format(tmp_path)!r})\n"
-        f"runpy.run_path({str(REPOSITORY / 'recipes' / 'gpt_shakespeare.py')!r}, run_name='__main__')\n"
-    )
+    code = f"""
+import os, sys
+from common import checkpoint
+checkpoint.SHARED_SECONDS = 1.0
+if os.environ["RANK"] == "1":
+    sys.argv.append({flag.format(tmp_path)!r})
+"""
+    script = patched(REPOSITORY / "recipes" / "gpt_shakespeare.py", tmp_path, code)
     for name, word in (("text", "rice"), ("other", "ricer")):
         (tmp_path / f"{name}.txt").write_text(f"Stir the {word} and the broth. " * 200)
     result = forked.run(
