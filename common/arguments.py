@@ -168,6 +168,11 @@ class RefinementArguments:
     prefetch_depth: int | None = arg(
         None, "FSDP2: how many units the YAML's forward and backward prefetch gather ahead (default: 1)."
     )
+    peer_copies: bool | None = arg(
+        None,
+        "FSDP2: gather units and exchange gradients by the GPUs' copy engines instead of NCCL's kernels, gradients in "
+        "16 bits and summed in float32 (default: where each sharded copy of the model is in one machine).",
+    )
     blocks_per_unit: int | None = arg(None, "FSDP2: consecutive blocks that are gathered together (default: 1).")
     gradient_checkpointing: bool = arg(
         False,

@@ -1,6 +1,7 @@
 """The training loop: one turn is one optimizer step."""
 
 import contextlib
+import gc
 import json
 import math
 import time
@@ -40,6 +41,8 @@ LOWER_IS_BETTER = (
 HIGHER_IS_BETTER = ("accuracy", "rate", "rouge", "score")
 NUM_IDLE_STEPS = 5
 """So many steps with a gradient of exactly 0 end a run: nothing is learned."""
+NUM_STEPS_TO_FREEZE = 3
+"""After so many steps of a process all that is compiled for training is there."""
 BEST_FILE = "best_step.json"  # in best/: the step that it is of, and the metric's value there
 
 LossFunction = Callable[[nn.Module, Batch], torch.Tensor]
@@ -329,6 +332,7 @@ def train(
         if progress.is_evaluation_due or (args.eval_on_start and saved is None):
             evaluate_or_stop(stop)
         model.train()
+        num_steps_here = 0
         while progress.step < num_steps:
             waiting_since = time.perf_counter()
             micro_batches = next(batches)
@@ -347,6 +351,9 @@ def train(
             learning_rate = float(scheduler.get_last_lr()[0])
             scheduler.step()
             progress.step += 1
+            num_steps_here += 1
+            if num_steps_here == NUM_STEPS_TO_FREEZE:
+                _freeze_objects()
             window.add(result)
             bar.update()
             # One step late, so that the device is never waited for with nothing left to do.
@@ -432,6 +439,15 @@ def _holds_best(folder: Path, progress: Progress | None, accelerator: Accelerato
             reason = "it is of another choice" if progress is None else "it is not of a step that the run goes on from"
             accelerator.print(f"set aside as {aside}: {reason}")
     return broadcast_object_list([held])[0] == best
+
+
+def _freeze_objects() -> None:
+    """Take what lives by now, a million objects after a compilation, out of what the garbage collector looks through.
+
+    Otherwise each process stops for some tenths of a second now and then, each at another step, and all wait for it.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 class _Interrupted(Exception):

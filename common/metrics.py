@@ -11,6 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from common.losses import IGNORE_INDEX
+from common.peer_copies import SharedBuffers
 
 # Matrix products in bf16 or fp16 with fp32 accumulation, without sparsity: data sheets, which often print twice as much
 # for 2:4 sparsity. Exact names of `torch.cuda.get_device_name`, because variants differ (SXM and PCIe, L40 and L40S,
@@ -222,6 +223,11 @@ class Throughput:
     def _stop_clock(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-            peaks = torch.cuda.max_memory_allocated(self.device), torch.cuda.max_memory_reserved(self.device)
+            shared = SharedBuffers.num_bytes  # kept through all steps, outside torch's allocator
+            allocated, reserved = (
+                torch.cuda.max_memory_allocated(self.device),
+                torch.cuda.max_memory_reserved(self.device),
+            )
+            peaks = allocated + shared, reserved + shared
             self._peak_bytes = [max(pair) for pair in zip(self._peak_bytes, peaks, strict=True)]
         self._seconds += time.perf_counter() - self._started

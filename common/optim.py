@@ -1,5 +1,6 @@
 """Optimizer with decay groups, and learning-rate schedules as a function of the optimizer step."""
 
+import importlib.util
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -7,10 +8,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
+from torch.optim.adamw import adamw
 from torch.optim.lr_scheduler import LambdaLR
 from torch.overrides import TorchFunctionMode
 
 from common.arguments import OptimizerArguments, UserError
+
+LARGE = 2**20  # numbers of a parameter in one process: smaller ones are updated together, by one launch for many
 
 
 def build_optimizer(model: nn.Module, args: OptimizerArguments) -> torch.optim.Optimizer:
@@ -47,7 +51,7 @@ def _make_optimizer(model: nn.Module, groups: list[dict[str, Any]], args: Optimi
     if args.optim == "adadelta":
         # All at once, as torch does it on GPUs, each parameter would have two more numbers beside it for the moment.
         return torch.optim.Adadelta(groups, lr=args.learning_rate, foreach=False)
-    return torch.optim.AdamW(
+    return _AdamW(
         groups,
         lr=args.learning_rate,
         betas=(args.adam_beta1, args.adam_beta2),
@@ -55,6 +59,51 @@ def _make_optimizer(model: nn.Module, groups: list[dict[str, Any]], args: Optimi
         # One pass over the parameters instead of a dozen, also in host memory (offload). Its clipping divides by a
         # number of type float32.
         fused=groups[0]["params"][0].dtype != torch.float64,
+    )
+
+
+class _AdamW(torch.optim.AdamW):
+    """torch's AdamW; on a GPU a kernel that reads and writes all numbers once updates the large parameters."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """As torch's, also in that gradients are divided by `grad_scale` where clipping has set it."""
+        assert closure is None
+        divisor = getattr(self, "grad_scale", None)
+        for group in self.param_groups:
+            columns: tuple[list[Any], ...] = ([], [], [], [], [], [])
+            self._init_group(group, *columns)
+            rows = list(zip(*columns[:4], columns[5], strict=True))  # parameter, gradient, two averages, steps
+            locals_ = [tuple(_local(tensor) for tensor in row) for row in rows]
+            large = [row for row in locals_ if _has_kernel(row)]
+            small = [row for row, local in zip(rows, locals_, strict=True) if not _has_kernel(local)]
+            beta1, beta2 = group["betas"]
+            if large:
+                from common.triton_kernels import adamw as fast_adamw
+
+                fast_adamw(large, divisor, group["lr"], (beta1, beta2), group["eps"], group["weight_decay"])
+            if small:
+                parameters, gradients, averages, squares, steps = (list(column) for column in zip(*small, strict=True))
+                adamw(
+                    parameters, gradients, averages, squares, [], steps,
+                    fused=group["fused"], grad_scale=divisor, found_inf=getattr(self, "found_inf", None),
+                    amsgrad=False, maximize=False, beta1=beta1, beta2=beta2, lr=group["lr"],
+                    weight_decay=group["weight_decay"], eps=group["eps"],
+                )  # fmt: skip
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _has_kernel(row: tuple[torch.Tensor, ...]) -> bool:
+    parameter = row[0]
+    return (
+        parameter.is_cuda
+        and parameter.dtype in (torch.float32, torch.bfloat16)
+        and parameter.numel() >= LARGE
+        and all(tensor.is_contiguous() for tensor in row)
+        and importlib.util.find_spec("triton") is not None
     )
 
 

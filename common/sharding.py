@@ -46,7 +46,7 @@ from torch.utils.checkpoint import (
 from transformers import PreTrainedModel
 from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
-from common import context_parallel, memory
+from common import context_parallel, memory, peer_copies
 from common.accelerate_config import check_model
 from common.arguments import ModelArguments, TrainArguments, UserError
 from common.bias_attention import OPERATOR
@@ -452,8 +452,9 @@ def _fully_shard(
     dtype = compute_dtype(args, strategy)
     # A block's output may be a view of its last sum; transformers adds to it out of place, as torch asks.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+    mesh = shard_mesh(accelerator, strategy.replicas)
     settings: dict[str, Any] = {
-        "mesh": shard_mesh(accelerator, strategy.replicas),
+        "mesh": mesh,
         "mp_policy": MixedPrecisionPolicy(
             param_dtype=dtype if dtype != param_dtype(args) else None, reduce_dtype=reduce_dtype(args, strategy)
         ),
@@ -462,12 +463,14 @@ def _fully_shard(
         else OffloadPolicy(),
     }
     reshard_after_forward = bool(plugin.reshard_after_forward)
+    exchange = _peer_copies(mesh.get_group(mesh.ndim - 1), dtype, args, accelerator, strategy)
     # Non-persistent buffers (rotary frequencies) have their values already and are in no checkpoint.
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()} if weights else {}
 
     def shard(modules: list[nn.Module], reshard: bool) -> list[nn.Module]:
         fully_shard(modules if len(modules) > 1 else modules[0], reshard_after_forward=reshard, **settings)
         _RESHARD_AFTER_FORWARD.update(dict.fromkeys(modules, reshard))
+        exchange(modules[0])
         return modules
 
     modules = find_units(model, blocks, strategy)
@@ -504,6 +507,27 @@ def _fully_shard(
                 start = _shard_start(parameter)
                 if local.numel():
                     local.copy_(weights.read(name)[start : start + local.shape[0]])
+
+
+def _peer_copies(
+    group: dist.ProcessGroup, dtype: torch.dtype, args: TrainArguments, accelerator: Accelerator, strategy: Strategy
+) -> Callable[[Any], None]:
+    """What makes a unit communicate by copies between the GPUs of a machine, where they reach each other's memory."""
+    per_machine = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if args.peer_copies is False or not peer_copies.is_available(accelerator.device, group.size(), per_machine):
+        return lambda unit: None
+    timeout_ms = 1000 * args.ddp_timeout
+    # Gathered at a time: one that runs and is copied out of its buffer, and those ahead of it.
+    gathers = peer_copies.SharedBuffers(group, (args.prefetch_depth or 1) + 2, timeout_ms)
+    gradients = peer_copies.SharedBuffers(group, 2, timeout_ms)
+    sums_in_float32 = dtype.itemsize == 2 and reduce_dtype(args, strategy) == torch.float32
+
+    def exchange(unit: FSDPModule) -> None:
+        unit.set_custom_all_gather(peer_copies.PeerAllGather(gathers))
+        if sums_in_float32:
+            unit.set_custom_reduce_scatter(peer_copies.ExchangeAndSum(gradients, dtype))
+
+    return exchange
 
 
 def _parent(model: nn.Module, module: nn.Module) -> str:

