@@ -23,7 +23,11 @@ import torch
 import common.loop
 
 FIRST, NUM_STEPS = 8, 2
+COMMUNICATION = r"nccl|Memcpy PtoP|barrier_kernel"
 KINDS = {
+    "copies from peers": r"Memcpy PtoP",
+    "waits for peers": r"barrier_kernel",
+    "sums of gradients": r"_sum_rows",
     "all-gather": r"nccl.*AllGather",
     "reduce-scatter": r"nccl.*ReduceScatter",
     "all-reduce": r"nccl.*AllReduce",
@@ -66,7 +70,7 @@ def report(profiler: torch.profiler.profile, seconds: float) -> None:
             continue
         start, end = event.time_range.start, event.time_range.end
         spans.append((start, end))
-        if "nccl" not in event.name:
+        if not re.search(COMMUNICATION, event.name):
             compute.append((start, end))
         by_kind[kind_of(event.name)] += end - start
         by_name[event.name] += end - start

@@ -59,6 +59,7 @@ COMPILED = Setup({"dynamo_config": {"dynamo_backend": "INDUCTOR", "dynamo_use_re
 KEPT = Setup({"fsdp_reshard_after_forward": False})
 CHECKPOINTING = Setup({"fsdp_activation_checkpointing": True})
 BF16_REDUCE = Setup(flags=["--reduce_dtype=bf16"])
+NCCL = Setup(flags=["--peer_copies=false"])
 FP8 = Setup(
     {
         "mixed_precision": "fp8",
@@ -101,6 +102,7 @@ LLAMA_SETUPS = {
     "ours_bf16_reduce": COMPILED + BF16_REDUCE,
     "ours_kept": COMPILED + KEPT,
     "ours_kept_bf16_reduce": COMPILED + KEPT + BF16_REDUCE,
+    "ours_kept_nccl": COMPILED + KEPT + NCCL,
     "ours_sdpa_kept_bf16_reduce": COMPILED + KEPT + BF16_REDUCE + SDPA,
     "ours_checkpointing": COMPILED + CHECKPOINTING,
     "ours_selective": COMPILED + recomputed(2),

@@ -170,8 +170,8 @@ class RefinementArguments:
     )
     peer_copies: bool | None = arg(
         None,
-        "FSDP2: gather units and exchange gradients by the GPUs' copy engines instead of NCCL's kernels, gradients in "
-        "16 bits and summed in float32 (default: where each sharded copy of the model is in one machine).",
+        "FSDP2: gather units and exchange gradients by the GPUs' copy engines instead of NCCL's kernels (default: in "
+        "bf16 and fp16, where the GPUs of each sharded copy of the model reach each other's memory).",
     )
     blocks_per_unit: int | None = arg(None, "FSDP2: consecutive blocks that are gathered together (default: 1).")
     gradient_checkpointing: bool = arg(

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from common.accelerate_config import SHIPPED, read_config
 
@@ -35,6 +36,8 @@ class ModelSize:
     """Parameters of the largest unit: a block, or blocks that are gathered together."""
     rest: int
     """Parameters outside the blocks."""
+    largest_table: int = 0
+    """Of them, those of the largest unit: embedding or head, or all where these are tied."""
 
     @classmethod
     def of(cls, model: nn.Module, blocks: Iterable[nn.Module], blocks_per_unit: int = 1) -> "ModelSize":
@@ -42,8 +45,14 @@ class ModelSize:
         sizes = [sum(parameter.numel() for parameter in block.parameters()) for block in blocks]
         units = [sum(sizes[start : start + blocks_per_unit]) for start in range(0, len(sizes), blocks_per_unit)]
         shapes = tuple(tuple(parameter.shape) for parameter in model.parameters() if parameter.requires_grad)
-        total = sum(math.prod(shape) for shape in shapes)
-        return cls(shapes, max(units, default=0), max(total - sum(units), 0))
+        rest = max(sum(math.prod(shape) for shape in shapes) - sum(units), 0)
+        tables = []
+        if isinstance(model, PreTrainedModel):
+            ends = model.get_input_embeddings(), model.get_output_embeddings()
+            tables = [end.weight for end in ends if end is not None]
+        is_untied = len({id(table) for table in tables}) == 2
+        largest_table = max(table.numel() for table in tables) if is_untied else rest
+        return cls(shapes, max(units, default=0), rest, largest_table)
 
     @property
     def num_parameters(self) -> int:
@@ -65,6 +74,8 @@ class Layout:
     """What is there in the compute type besides: nothing but autocast's copies, the units in use, or all of them."""
     is_offloaded: bool = False
     """Parameters, gradients and optimizer are in host memory."""
+    copies: bool = False
+    """Units communicate by copies between the GPUs of a machine (common/peer_copies.py)."""
 
     @classmethod
     def of_yaml(cls, plan: Mapping[str, Any], num_processes: int, num_per_machine: int | None = None) -> "Layout":
@@ -77,7 +88,9 @@ class Layout:
         if str(plan.get("fsdp_version", 1)) == "2":
             replicas = int(plan.get("parallelism_config_dp_replicate_size") or 1)
             gathered: Literal["units", "all"] = "units" if plan.get("fsdp_reshard_after_forward", True) else "all"
-            return cls(max(num_processes // replicas, 1), gathered, is_offloaded)
+            num_shards = max(num_processes // replicas, 1)
+            copies = num_shards > 1 and per_machine % num_shards == 0 and not is_offloaded
+            return cls(num_shards, gathered, is_offloaded, copies and plan.get("mixed_precision") in ("bf16", "fp16"))
         return cls.of_fsdp1(str(plan.get("fsdp_sharding_strategy")), num_processes, per_machine, is_offloaded)
 
     @classmethod
@@ -125,7 +138,8 @@ def estimate(size: ModelSize, layout: Layout, types: Types) -> Estimate:
 
     AdamW and Adadelta keep two numbers of the parameters' type for each, Adafactor rows and columns (counted as none).
     Gathered, with FSDP: what is outside the blocks; two units, the one in use and the next; and the gradient of one
-    before it is summed, in the compute type and in that of the sum. Without FSDP: autocast's copy of every weight.
+    before it is summed, in the compute type and in that of the sum. Where units communicate by copies, four buffers of
+    the largest one as well, which stay. Without FSDP: autocast's copy of every weight.
     """
     local = size.per_device(layout.num_shards)
     num_moments = {"adamw": 2, "adadelta": 2, "adafactor": 0}[types.optim]
@@ -137,6 +151,8 @@ def estimate(size: ModelSize, layout: Layout, types: Types) -> Estimate:
         units = size.rest + 2 * size.largest_unit if layout.gathered == "units" else size.num_parameters
         gathered = min(units, size.num_parameters) * types.compute
         gathered += size.largest_unit * (types.compute + types.reduce)
+        if layout.copies:
+            gathered += 4 * max(size.largest_unit, size.largest_table) * types.compute
     if layout.is_offloaded:
         return Estimate(0, 0, 0, gathered, host=parameters + gradients + optimizer)
     return Estimate(parameters, gradients, optimizer, gathered)

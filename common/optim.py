@@ -74,9 +74,9 @@ class _AdamW(torch.optim.AdamW):
             columns: tuple[list[Any], ...] = ([], [], [], [], [], [])
             self._init_group(group, *columns)
             rows = list(zip(*columns[:4], columns[5], strict=True))  # parameter, gradient, two averages, steps
-            locals_ = [tuple(_local(tensor) for tensor in row) for row in rows]
-            large = [row for row in locals_ if _has_kernel(row)]
-            small = [row for row, local in zip(rows, locals_, strict=True) if not _has_kernel(local)]
+            plain = [tuple(_plain(tensor) for tensor in row) for row in rows]
+            large = [row for row in plain if _has_kernel(row)]
+            small = [row for row, same in zip(rows, plain, strict=True) if not _has_kernel(same)]
             beta1, beta2 = group["betas"]
             if large:
                 from common.triton_kernels import adamw as fast_adamw
@@ -92,8 +92,10 @@ class _AdamW(torch.optim.AdamW):
                 )  # fmt: skip
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """This process's numbers of a parameter, or of what goes with it."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return getattr(local, "_tensor", local)  # torchao's weights that are gathered in fp8 wrap their numbers
 
 
 def _has_kernel(row: tuple[torch.Tensor, ...]) -> bool:
@@ -102,7 +104,7 @@ def _has_kernel(row: tuple[torch.Tensor, ...]) -> bool:
         parameter.is_cuda
         and parameter.dtype in (torch.float32, torch.bfloat16)
         and parameter.numel() >= LARGE
-        and all(tensor.is_contiguous() for tensor in row)
+        and all(type(tensor) in (torch.Tensor, nn.Parameter) and tensor.is_contiguous() for tensor in row)
         and importlib.util.find_spec("triton") is not None
     )
 

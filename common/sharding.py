@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, Literal
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
@@ -55,6 +55,8 @@ from common.losses import set_training_loss
 from common.models import Weights, meta_model, with_position_biases
 
 RECOMPILE_LIMIT = 32
+# FSDP2 models whose units communicate by copies instead of NCCL.
+_COPIED: WeakSet[nn.Module] = WeakSet()
 
 # What each FSDP2 unit was sharded with: torch has a setter and no getter.
 _RESHARD_AFTER_FORWARD: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
@@ -145,7 +147,7 @@ def _describe_run(
 ) -> memory.Run:
     """What an answer to running out of memory needs to know of this run."""
     plugin, num_processes = strategy.plugin, accelerator.num_processes
-    layout = memory.Layout(1, "none")
+    layout = memory.Layout(1, "none")  # `copies` is found out when units are sharded
     if strategy.kind == "fsdp2":
         assert plugin is not None
         gathered: Literal["units", "all"] = "units" if plugin.reshard_after_forward else "all"
@@ -179,6 +181,7 @@ def _check_refinements(args: TrainArguments, strategy: Strategy) -> None:
     acts_under = {
         "buffer_dtype": ("fsdp1",),
         "limit_all_gathers": ("fsdp1",),
+        "peer_copies": ("fsdp2",),
         "prefetch_depth": ("fsdp2",),
         "blocks_per_unit": ("fsdp2",),
         "reduce_dtype": ("fsdp1", "fsdp2"),
@@ -463,14 +466,16 @@ def _fully_shard(
         else OffloadPolicy(),
     }
     reshard_after_forward = bool(plugin.reshard_after_forward)
-    exchange = _peer_copies(mesh.get_group(mesh.ndim - 1), dtype, args, accelerator, strategy)
+    copies = _peer_copies(mesh.get_group(mesh.ndim - 1), dtype, args, accelerator, strategy)
     # Non-persistent buffers (rotary frequencies) have their values already and are in no checkpoint.
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()} if weights else {}
 
     def shard(modules: list[nn.Module], reshard: bool) -> list[nn.Module]:
         fully_shard(modules if len(modules) > 1 else modules[0], reshard_after_forward=reshard, **settings)
         _RESHARD_AFTER_FORWARD.update(dict.fromkeys(modules, reshard))
-        exchange(modules[0])
+        if copies is not None:
+            copies.replace_nccl(modules[0])
+            _COPIED.update(modules)
         return modules
 
     modules = find_units(model, blocks, strategy)
@@ -493,7 +498,8 @@ def _fully_shard(
         if not isinstance(head.weight, DTensor):
             units.append(shard([head], False))
     shard([model], False)
-    _set_prefetch([unit[0] for unit in units], args.prefetch_depth or 1, strategy)
+    forward_prefetch = strategy.forward_prefetch or copies is not None
+    _set_prefetch([unit[0] for unit in units], args.prefetch_depth or 1, forward_prefetch, strategy.backward_prefetch)
     if weights:
         model.to_empty(device="cpu" if strategy.is_offloaded else accelerator.device)
         model.tie_weights()  # to_empty gave every name of a tied parameter storage of its own
@@ -511,23 +517,26 @@ def _fully_shard(
 
 def _peer_copies(
     group: dist.ProcessGroup, dtype: torch.dtype, args: TrainArguments, accelerator: Accelerator, strategy: Strategy
-) -> Callable[[Any], None]:
-    """What makes a unit communicate by copies between the GPUs of a machine, where they reach each other's memory."""
+) -> peer_copies.PeerCopies | None:
+    """What units communicate by instead of NCCL, if anything. Collective."""
+    # Offload and fp8 can have it; its gain there is not measured.
+    is_default = dtype.itemsize == 2 and not strategy.is_offloaded and strategy.mixed_precision != "fp8"
+    if args.peer_copies is False or (args.peer_copies is None and not is_default):
+        return None
     per_machine = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if args.peer_copies is False or not peer_copies.is_available(accelerator.device, group.size(), per_machine):
-        return lambda unit: None
-    timeout_ms = 1000 * args.ddp_timeout
-    # Gathered at a time: one that runs and is copied out of its buffer, and those ahead of it.
-    gathers = peer_copies.SharedBuffers(group, (args.prefetch_depth or 1) + 2, timeout_ms)
-    gradients = peer_copies.SharedBuffers(group, 2, timeout_ms)
+    if not peer_copies.are_reachable(accelerator.device, group.size(), per_machine):
+        if args.peer_copies:
+            raise UserError(
+                f"--peer_copies: needs several NVIDIA GPUs that reach each other's memory, the {group.size()} of a "
+                "sharded model in one machine; drop the flag."
+            )
+        return None
+    assert memory.current_run is not None
+    memory.current_run = replace(memory.current_run, layout=replace(memory.current_run.layout, copies=True))
     sums_in_float32 = dtype.itemsize == 2 and reduce_dtype(args, strategy) == torch.float32
-
-    def exchange(unit: FSDPModule) -> None:
-        unit.set_custom_all_gather(peer_copies.PeerAllGather(gathers))
-        if sums_in_float32:
-            unit.set_custom_reduce_scatter(peer_copies.ExchangeAndSum(gradients, dtype))
-
-    return exchange
+    return peer_copies.PeerCopies(
+        group, accelerator.device, args.prefetch_depth or 1, dtype if sums_in_float32 else None, args.ddp_timeout
+    )
 
 
 def _parent(model: nn.Module, module: nn.Module) -> str:
@@ -535,15 +544,15 @@ def _parent(model: nn.Module, module: nn.Module) -> str:
     return name.rpartition(".")[0]
 
 
-def _set_prefetch(units: list[Any], depth: int, strategy: Strategy) -> None:
+def _set_prefetch(units: list[Any], depth: int, forward_prefetch: bool, backward_prefetch: str | None) -> None:
     """Which units are gathered while one runs: FSDP2's own choice without keys in the YAML, else `depth` ahead."""
-    if strategy.forward_prefetch:
+    if forward_prefetch:
         for index, unit in enumerate(units):
             unit.set_modules_to_forward_prefetch(units[index + 1 : index + 1 + depth])
-    if strategy.backward_prefetch == "BACKWARD_PRE":
+    if backward_prefetch == "BACKWARD_PRE":
         for index, unit in enumerate(units):
             unit.set_modules_to_backward_prefetch(units[max(0, index - depth) : index][::-1])
-    elif strategy.backward_prefetch == "NO_PREFETCH":
+    elif backward_prefetch == "NO_PREFETCH":
         for unit in units:
             unit.set_modules_to_backward_prefetch([unit])  # gathered already: in place of FSDP2's own choice, nothing
 
@@ -778,4 +787,5 @@ def describe_units(model: nn.Module) -> str:
         names = [" + ".join(unit) for unit in members.values()]
     else:
         return "none"
-    return f"{len(names)} FSDP units: " + ", ".join(f"{n} x {name}" for name, n in Counter(names).items())
+    text = f"{len(names)} FSDP units: " + ", ".join(f"{n} x {name}" for name, n in Counter(names).items())
+    return text + (", copied between devices" if model in _COPIED else "")

@@ -95,9 +95,10 @@ def test_common_is_acyclic() -> None:
 
 def test_leaves_of_common_import_only_arguments_losses_and_what_imports_nothing() -> None:
     modules = common_imports()
-    assert not modules["files"] | modules["masks"]
+    assert not modules["files"] | modules["masks"] | modules["triton_kernels"]
+    assert modules["peer_copies"] == {"triton_kernels"}
     for module in LEAVES:
-        assert modules[module] <= {"arguments", "losses", "files", "masks"}, module
+        assert modules[module] <= {"arguments", "losses", "files", "masks", "triton_kernels", "peer_copies"}, module
 
 
 def test_recipes_are_scripts_that_nothing_imports() -> None:

@@ -18,6 +18,8 @@ from common import loop
 from common.arguments import TrainArguments
 from common.loop import HostValue, StepResult, _EpochLine, _Window, count_saves, is_due, is_save_due, train_step
 from common.optim import LossScale
+from tests import tiny
+from tests.forked import ForkedParent, patched
 
 
 class Arguments(TrainArguments):
@@ -249,3 +251,20 @@ def test_ddp_accumulates_into_its_buckets(tmp_path: Path) -> None:
         assert len(set(addresses[1:])) == 1, "DDP makes its buckets anew once, after the first step"
     finally:
         dist.destroy_process_group()
+
+
+def test_what_lives_after_the_first_steps_is_no_more_looked_through(forked: ForkedParent, tmp_path: Path) -> None:
+    """By the garbage collector, which would stop each process at a step of its own."""
+    code = (
+        "import atexit, gc\n"
+        "gc.unfreeze()  # what the parent of the ranks has frozen\n"
+        "atexit.register(lambda: print('frozen:', gc.get_freeze_count(), flush=True))"
+    )
+    script = patched(tiny.RECIPE, tmp_path, code)
+    counts = []
+    for num_steps in (2, 3):
+        flags = tiny.flags(tmp_path / str(num_steps), f"--max_steps={num_steps}")
+        result = forked.run(script, *flags, config="single_device", launcher_flags=tiny.LAUNCHER_FLAGS)
+        assert result.exit_code == 0, result.output
+        counts.append(int(result.output.split("frozen: ")[1].split()[0]))
+    assert counts[0] == 0 and counts[1] > 10_000, counts

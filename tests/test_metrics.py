@@ -20,6 +20,7 @@ from transformers import (
 )
 
 from common.metrics import ModelFlops, Throughput, peak_flops_per_second, sequence_lengths, target_lengths
+from common.peer_copies import SharedBuffers
 from tests.forked import ForkedParent, patched
 from tests.tiny import LAUNCHER_FLAGS, RECIPE, flags, lines, saving
 
@@ -220,3 +221,15 @@ def test_throughput_without_a_known_peak_has_no_mfu() -> None:
     throughput = Throughput(torch.device("cpu"), None, peak_flops=None)
     throughput.add_step([{"input_ids": torch.zeros(1, 1, dtype=torch.long)}], data_wait_seconds=0.0)
     assert set(throughput.report()) == {"tokens_per_second_per_device", "step_seconds", "data_wait_seconds"}
+
+
+def test_peaks_have_the_buffers_that_processes_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("synchronize", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda device: None)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 2 * 2**30)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 3 * 2**30)
+    monkeypatch.setattr(SharedBuffers, "num_bytes", 2**29)
+    throughput = Throughput(torch.device("cuda"), None, None)
+    throughput.add_step([{"input_ids": torch.zeros(1, 2, dtype=torch.long)}], data_wait_seconds=0.0)
+    report = throughput.report()
+    assert (report["peak_memory_gib"], report["peak_reserved_gib"]) == (2.5, 3.5)

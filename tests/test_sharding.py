@@ -589,8 +589,9 @@ def test_bfloat16_weights_under(
         ),
         ("fsdp_full_shard", None, {"gradient_checkpointing": True}, ["--gradient_checkpointing", "fsdp_activation"]),
         ("ddp", None, {"reduce_dtype": "float32"}, ["--reduce_dtype", "FSDP"]),
+        ("fsdp1_full_shard", None, {"peer_copies": False}, ["--peer_copies", "FSDP2"]),
     ],
-    ids=["class", "one of two classes", "use_orig_params", "two mechanisms", "reduce_dtype"],
+    ids=["class", "one of two classes", "use_orig_params", "two mechanisms", "reduce_dtype", "peer_copies"],
 )
 def test_settings_that_cannot_act(
     config: str, edit: tuple[str, str] | None, flags: dict[str, Any], words: list[str], forked: ForkedParent,

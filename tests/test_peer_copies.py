@@ -1,0 +1,146 @@
+"""Runs that communicate by copies against the same runs through NCCL or gloo; here through files in shared memory."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from common import peer_copies
+from common.peer_copies import SharedBuffers
+from tests import shared_memory, tiny
+from tests.conftest import REPOSITORY
+from tests.forked import ForkedParent, patched
+
+PATCH = f"""
+import sys
+sys.path.insert(0, {str(REPOSITORY)!r})
+from common import peer_copies
+from tests import shared_memory
+peer_copies.symmetric_memory = shared_memory
+peer_copies.are_reachable = lambda device, num_shards, num_per_machine: num_shards > 1
+"""
+EVALUATED = [
+    "--eval_strategy=steps", "--eval_steps=2", "--rouge_samples=3", "--max_eval_samples=5", "--num_train_epochs=1",
+    "--total_batch_size=12", "--max_train_samples=60", "--eval_on_start=true",
+]  # fmt: skip
+
+
+def train(
+    forked: ForkedParent, output: Path, config: str, num_processes: int, *, copies: bool, flags: list[str]
+) -> str:
+    output.mkdir()
+    recipe = patched(tiny.RECIPE, output, PATCH) if copies else tiny.RECIPE
+    result = forked.run(
+        recipe,
+        *tiny.flags(output / "run", *EVALUATED, *flags, dropout=False),
+        config=config,
+        num_processes=num_processes,
+        launcher_flags=("--mixed_precision", "bf16"),
+    )
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+@pytest.mark.parametrize(
+    ("config", "num_processes", "flags"),
+    [
+        ("fsdp_full_shard", 2, ["--per_device_train_batch_size=3"]),  # two micro-batches a step
+        ("fsdp_shard_grad_op", 2, ["--per_device_train_batch_size=6"]),
+        ("fsdp_full_shard", 3, ["--per_device_train_batch_size=4", "--blocks_per_unit=2"]),
+        ("fsdp_hybrid_shard", 4, ["--per_device_train_batch_size=3"]),
+    ],
+    ids=["full_shard", "shard_grad_op", "three", "hybrid"],
+)
+def test_losses_norms_and_evaluations_are_those_of_fsdp(
+    config: str, num_processes: int, flags: list[str], forked: ForkedParent, tmp_path: Path
+) -> None:
+    train(forked, tmp_path / "plain", config, num_processes, copies=False, flags=flags)
+    output = train(forked, tmp_path / "copies", config, num_processes, copies=True, flags=flags)
+    assert "FSDP units: " in output and ", copied between devices" in output
+    plain, copied = (tiny.lines(tmp_path / name / "run") for name in ("plain", "copies"))
+    measured = ("loss", "grad_norm", "eval_loss", "eval_rougeL")
+    assert len(plain) == len(copied) and {key for line in plain for key in line} >= set(measured)
+    # The sum of two numbers has one order; of more, a ring has another one at each of its members.
+    tolerance = 0.0 if num_processes // (2 if config == "fsdp_hybrid_shard" else 1) == 2 else 1e-3
+    for expected, line in zip(plain, copied, strict=True):
+        for key in set(measured) & set(expected):
+            assert line[key] == pytest.approx(expected[key], rel=tolerance, abs=0.0), (key, line)
+
+
+def test_a_device_without_peers_is_refused_by_name(forked: ForkedParent, tmp_path: Path) -> None:
+    flags = tiny.flags(tmp_path / "run", "--peer_copies=true")
+    result = forked.run(tiny.RECIPE, *flags, config="fsdp_full_shard", launcher_flags=("--mixed_precision", "bf16"))
+    lines = [line for line in result.output.splitlines() if line.startswith("error")]
+    assert result.exit_code == 2 and len(lines) == 1 and "--peer_copies" in lines[0], result.output
+
+
+@pytest.fixture
+def group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(peer_copies, "symmetric_memory", shared_memory)
+    monkeypatch.setattr(SharedBuffers, "num_bytes", 0)
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def test_buffers_are_used_in_turn_and_grow(group: dist.ProcessGroup) -> None:
+    buffers = SharedBuffers(group, torch.device("cpu"), 2, 1000)
+    places = []
+    for numel in (10, 10, 10, 10, 30, 20, 20, 25):
+        vector = buffers.allocate(numel, torch.float32)
+        assert vector.shape == (numel,) and vector.dtype == torch.float32
+        assert buffers.exchange(vector)[0] is vector
+        places.append(vector.data_ptr())
+        del vector
+    assert places[0] == places[2] != places[1] == places[3]
+    assert places[4] == places[6] != places[5] == places[7]  # what grows is as large as the largest
+    assert SharedBuffers.num_bytes == 2 * 30 * 4
+
+
+def test_a_buffer_that_is_still_in_use_is_left_alone(group: dist.ProcessGroup) -> None:
+    buffers = SharedBuffers(group, torch.device("cpu"), 2, 1000)
+    held = buffers.allocate(4, torch.float32).fill_(7.0)
+    buffers.exchange(held)
+    for _ in range(4):
+        buffers.exchange(buffers.allocate(4, torch.float32).fill_(1.0))
+    assert held.tolist() == [7.0] * 4
+
+
+def test_gradients_travel_as_they_were_computed(group: dist.ProcessGroup) -> None:
+    exchange = peer_copies._ExchangeAndSum(SharedBuffers(group, torch.device("cpu"), 2, 1000), torch.bfloat16)
+    for _ in range(2):
+        gradients, total = (exchange.allocate((8,), dtype=torch.float32, device=torch.device("cpu")) for _ in range(2))
+        assert (gradients.dtype, total.dtype) == (torch.bfloat16, torch.float32)
+        exchange(total, gradients.fill_(3.0), group, dist.ReduceOp.AVG)
+        assert total.tolist() == [3.0] * 8
+
+
+def test_offload_has_copies_when_asked(forked: ForkedParent, tmp_path: Path) -> None:
+    flags = ["--per_device_train_batch_size=6"]
+    plain = train(forked, tmp_path / "plain", "fsdp_full_shard_offload", 2, copies=True, flags=flags)
+    asked = [*flags, "--peer_copies=true"]
+    copied = train(forked, tmp_path / "copies", "fsdp_full_shard_offload", 2, copies=True, flags=asked)
+    assert ", copied between devices" in copied and ", copied between devices" not in plain
+    losses = [[line.get("loss") for line in tiny.lines(tmp_path / name / "run")] for name in ("plain", "copies")]
+    assert losses[0] == losses[1]
+
+
+def test_only_the_last_allocated_is_exchanged(group: dist.ProcessGroup) -> None:
+    buffers = SharedBuffers(group, torch.device("cpu"), 2, 1000)
+    first = buffers.allocate(4, torch.float32)
+    buffers.exchange(first)
+    buffers.allocate(4, torch.float32)
+    with pytest.raises(AssertionError, match="not the last one"):
+        buffers.exchange(first)
+
+
+def test_sums_are_in_float32_in_the_order_of_the_ranks() -> None:
+    torch.manual_seed(0)
+    rows = torch.randn(4, 50).bfloat16()
+    expected = (((rows[0].float() + rows[1].float()) + rows[2].float()) + rows[3].float()) * 0.25
+    for rank in range(4):
+        output = torch.empty(50)
+        others = torch.stack([rows[other] for other in range(4) if other != rank])
+        peer_copies._sum(rows[rank], others, rank, 0.25, output)
+        assert torch.equal(output, expected)
