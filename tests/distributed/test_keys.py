@@ -377,11 +377,13 @@ EDITS = [
             ("limit_all_gathers", False, [FSDP1]),
             ("prefetch_depth", 2, [FSDP2]),
             ("blocks_per_unit", 2, [FSDP2]),
+            ("peer_copies", False, [FSDP2]),
             ("reduce_dtype", "bfloat16", [FSDP1, FSDP2]),
         )
         if base not in acts_under
     ],
     flag(FSDP2, "prefetch_depth", 2, "refused", None, "needs fsdp_forward_prefetch: true"),
+    flag(FSDP2, "peer_copies", True, "refused", None, "needs several NVIDIA GPUs"),
     flag(FSDP1, "gradient_checkpointing", True, "refused", None, "fsdp_activation_checkpointing decides"),
     flag(FSDP2, "blocks_per_unit", 2, "refused", None, "groups blocks", {"fsdp_auto_wrap_policy": "NO_WRAP"}),
     flag(FSDP2, "fp8_recipe", "rowwise", "refused", None, "needs mixed_precision: fp8"),
