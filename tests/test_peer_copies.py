@@ -1,5 +1,7 @@
 """Runs that communicate by copies against the same runs through NCCL or gloo; here through files in shared memory."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -144,3 +146,26 @@ def test_sums_are_in_float32_in_the_order_of_the_ranks() -> None:
         others = torch.stack([rows[other] for other in range(4) if other != rank])
         peer_copies._sum(rows[rank], others, rank, 0.25, output)
         assert torch.equal(output, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("edit", ["bf16", "fp8", "offload"])
+def test_on_gpus_the_numbers_are_those_through_nccl(edit: str, tmp_path: Path) -> None:
+    if edit == "fp8":
+        pytest.importorskip("torchao.float8")
+    config = {"bf16": "fsdp_full_shard", "fp8": "fsdp_fp8", "offload": "fsdp_full_shard_offload"}[edit]
+    losses = []
+    for copies in ("false", "true"):
+        output = tmp_path / copies
+        command = [
+            sys.executable, "tools/launch.py", "--config_file", f"accelerate_configs/{config}.yaml",
+            "--num_processes", "2", "recipes/gpt_shakespeare.py", "--config=gpt_shakespeare_demo", "--max_steps=6",
+            "--logging_steps=1", "--total_batch_size=8", "--per_device_train_batch_size=2", "--save_strategy=no",
+            f"--peer_copies={copies}", f"--output_dir={output}",
+        ]  # fmt: skip
+        run = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=300)
+        assert run.returncode == 0, run.stdout + run.stderr
+        assert (", copied between devices" in run.stdout) == (copies == "true")
+        losses.append([(line.get("loss"), line.get("grad_norm")) for line in tiny.lines(output)])
+    assert losses[0] == losses[1] and len(losses[0]) >= 6
