@@ -74,8 +74,8 @@ class Layout:
     """What is there in the compute type besides: nothing but autocast's copies, the units in use, or all of them."""
     is_offloaded: bool = False
     """Parameters, gradients and optimizer are in host memory."""
-    copies: bool = False
-    """Units communicate by copies between the GPUs of a machine (common/peer_copies.py)."""
+    num_shared: int = 0
+    """Buffers of the largest unit's size by which units communicate within a machine (common/peer_copies.py)."""
 
     @classmethod
     def of_yaml(cls, plan: Mapping[str, Any], num_processes: int, num_per_machine: int | None = None) -> "Layout":
@@ -90,7 +90,8 @@ class Layout:
             gathered: Literal["units", "all"] = "units" if plan.get("fsdp_reshard_after_forward", True) else "all"
             num_shards = max(num_processes // replicas, 1)
             copies = num_shards > 1 and per_machine % num_shards == 0 and not is_offloaded
-            return cls(num_shards, gathered, is_offloaded, copies and plan.get("mixed_precision") in ("bf16", "fp16"))
+            copies = copies and plan.get("mixed_precision") in ("bf16", "fp16")
+            return cls(num_shards, gathered, is_offloaded, 4 if copies else 0)
         return cls.of_fsdp1(str(plan.get("fsdp_sharding_strategy")), num_processes, per_machine, is_offloaded)
 
     @classmethod
@@ -138,8 +139,8 @@ def estimate(size: ModelSize, layout: Layout, types: Types) -> Estimate:
 
     AdamW and Adadelta keep two numbers of the parameters' type for each, Adafactor rows and columns (counted as none).
     Gathered, with FSDP: what is outside the blocks; two units, the one in use and the next; and the gradient of one
-    before it is summed, in the compute type and in that of the sum. Where units communicate by copies, four buffers of
-    the largest one as well, which stay. Without FSDP: autocast's copy of every weight.
+    before it is summed, in the compute type and in that of the sum. Where units communicate by copies, the buffers for
+    them as well, which stay. Without FSDP: autocast's copy of every weight.
     """
     local = size.per_device(layout.num_shards)
     num_moments = {"adamw": 2, "adadelta": 2, "adafactor": 0}[types.optim]
@@ -151,8 +152,7 @@ def estimate(size: ModelSize, layout: Layout, types: Types) -> Estimate:
         units = size.rest + 2 * size.largest_unit if layout.gathered == "units" else size.num_parameters
         gathered = min(units, size.num_parameters) * types.compute
         gathered += size.largest_unit * (types.compute + types.reduce)
-        if layout.copies:
-            gathered += 4 * max(size.largest_unit, size.largest_table) * types.compute
+        gathered += layout.num_shared * max(size.largest_unit, size.largest_table) * types.compute
     if layout.is_offloaded:
         return Estimate(0, 0, 0, gathered, host=parameters + gradients + optimizer)
     return Estimate(parameters, gradients, optimizer, gathered)

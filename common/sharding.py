@@ -147,7 +147,7 @@ def _describe_run(
 ) -> memory.Run:
     """What an answer to running out of memory needs to know of this run."""
     plugin, num_processes = strategy.plugin, accelerator.num_processes
-    layout = memory.Layout(1, "none")  # `copies` is found out when units are sharded
+    layout = memory.Layout(1, "none")  # `num_shared` is found out when units are sharded
     if strategy.kind == "fsdp2":
         assert plugin is not None
         gathered: Literal["units", "all"] = "units" if plugin.reshard_after_forward else "all"
@@ -473,9 +473,6 @@ def _fully_shard(
     def shard(modules: list[nn.Module], reshard: bool) -> list[nn.Module]:
         fully_shard(modules if len(modules) > 1 else modules[0], reshard_after_forward=reshard, **settings)
         _RESHARD_AFTER_FORWARD.update(dict.fromkeys(modules, reshard))
-        if copies is not None:
-            copies.replace_nccl(modules[0])
-            _COPIED.update(modules)
         return modules
 
     modules = find_units(model, blocks, strategy)
@@ -498,6 +495,9 @@ def _fully_shard(
         if not isinstance(head.weight, DTensor):
             units.append(shard([head], False))
     shard([model], False)
+    if copies is not None:
+        copies.replace_nccl([unit[0] for unit in units] + [model])
+        _COPIED.add(model)
     forward_prefetch = strategy.forward_prefetch or copies is not None
     _set_prefetch([unit[0] for unit in units], args.prefetch_depth or 1, forward_prefetch, strategy.backward_prefetch)
     if weights:
@@ -523,20 +523,21 @@ def _peer_copies(
     is_default = dtype.itemsize == 2 and not strategy.is_offloaded and strategy.mixed_precision != "fp8"
     if args.peer_copies is False or (args.peer_copies is None and not is_default):
         return None
-    per_machine = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if not peer_copies.are_reachable(accelerator.device, group.size(), per_machine):
+    if not peer_copies.are_reachable(group, accelerator.device):
         if args.peer_copies:
             raise UserError(
                 f"--peer_copies: needs several NVIDIA GPUs that reach each other's memory, the {group.size()} of a "
                 "sharded model in one machine; drop the flag."
             )
         return None
-    assert memory.current_run is not None
-    memory.current_run = replace(memory.current_run, layout=replace(memory.current_run.layout, copies=True))
     sums_in_float32 = dtype.itemsize == 2 and reduce_dtype(args, strategy) == torch.float32
-    return peer_copies.PeerCopies(
+    copies = peer_copies.PeerCopies(
         group, accelerator.device, args.prefetch_depth or 1, dtype if sums_in_float32 else None, args.ddp_timeout
     )
+    assert memory.current_run is not None
+    layout = replace(memory.current_run.layout, num_shared=copies.num_buffers)
+    memory.current_run = replace(memory.current_run, layout=layout)
+    return copies
 
 
 def _parent(model: nn.Module, module: nn.Module) -> str:

@@ -16,7 +16,7 @@ def _sum_rows(own, arrived, output, scale, numel, RANK: tl.constexpr, SIZE: tl.c
         if rank == RANK:
             total += tl.load(own + index, is_inside, other=0.0).to(tl.float32)
         else:
-            row = rank - 1 if rank > RANK else rank
+            row = tl.full((), rank - 1 if rank > RANK else rank, tl.int64)
             total += tl.load(arrived + row * numel + index, is_inside, other=0.0).to(tl.float32)
     tl.store(output + index, total * scale, is_inside)
 
@@ -32,8 +32,8 @@ def sum_rows(own: torch.Tensor, arrived: torch.Tensor, rank: int, scale: float, 
 
 @triton.jit
 def _adamw(
-    parameter, gradient, average, square, divisor, corrections, index, rate, decay, beta1, beta2, epsilon, numel,
-    BLOCK: tl.constexpr,
+    parameter, gradient, average, square, divisor, corrections, index, rate, decay, weight1, beta2, weight2, epsilon,
+    numel, BLOCK: tl.constexpr,
 ):  # fmt: skip
     offset = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     is_inside = offset < numel
@@ -44,8 +44,8 @@ def _adamw(
     m = tl.load(average + offset, is_inside).to(tl.float32)
     v = tl.load(square + offset, is_inside).to(tl.float32)
     p -= rate * decay * p
-    m += (1 - beta1) * (g - m)
-    v = beta2 * v + (1 - beta2) * g * g
+    m += weight1 * (g - m)
+    v = beta2 * v + weight2 * g * g
     p -= rate / correction1 * m / (tl.sqrt(v) / correction2 + epsilon)
     tl.store(parameter + offset, p, is_inside)
     tl.store(average + offset, m, is_inside)
@@ -75,6 +75,7 @@ def adamw(
     for index, (*tensors, _) in enumerate(rows):
         numel = tensors[0].numel()
         _adamw[(triton.cdiv(numel, BLOCK),)](
-            *tensors, divisor, corrections, index, rate, weight_decay, *betas, epsilon, numel, BLOCK,
+            *tensors, divisor, corrections, index, rate, weight_decay, 1 - betas[0], betas[1], 1 - betas[1], epsilon,
+            numel, BLOCK,
             num_warps=NUM_WARPS,
         )  # fmt: skip

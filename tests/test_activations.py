@@ -109,7 +109,7 @@ def test_the_estimate_is_what_was_measured_on_gpus(is_fsdp: bool) -> None:
     sequence = peak_bytes(model, meta_batch(config, 1, 1024, 0), autocast=None if is_fsdp else torch.bfloat16)
     for name, measured in MEASURED[is_fsdp].items():
         layout = Layout.of_yaml(read_config(SHIPPED / f"{name}.yaml"), 2 if is_fsdp else 1)
-        layout = replace(layout, copies=False)
+        layout = replace(layout, num_shared=0)
         assert estimate(size, layout, Types()).total + 4 * sequence == pytest.approx(measured * GIB, rel=0.035), name
 
 

@@ -103,7 +103,7 @@ def shipped(name: str, num_processes: int, num_per_machine: int | None = None) -
         ("single_device", Layout(1, "none")), ("ddp", Layout(1, "none")), ("fsdp_full_shard", Layout(8, "units")),
         ("fsdp_context_parallel", Layout(8, "units")),
         ("fsdp_full_shard_compile", Layout(8, "units")), ("fsdp_shard_grad_op", Layout(8, "all")),
-        ("fsdp_hybrid_shard", Layout(4, "units", copies=True)), ("fsdp_full_shard_offload", Layout(8, "units", True)),
+        ("fsdp_hybrid_shard", Layout(4, "units", num_shared=4)), ("fsdp_full_shard_offload", Layout(8, "units", True)),
         ("fsdp1_full_shard", Layout(8, "units")), ("fsdp1_shard_grad_op", Layout(8, "all")),
         ("fsdp1_no_shard", Layout(1, "units")), ("fsdp1_hybrid_shard", Layout(4, "units")),
         ("fsdp1_hybrid_shard_zero2", Layout(4, "all")), ("fsdp_fp8", Layout(8, "units")),
@@ -123,7 +123,7 @@ def test_layouts_of_the_shipped_files(name: str, layout: Layout) -> None:
     ],
 )  # fmt: skip
 def test_what_communicates_by_copies(name: str, num_processes: int, num_per_machine: int | None, copies: bool) -> None:
-    assert shipped(name, num_processes, num_per_machine).copies is copies
+    assert shipped(name, num_processes, num_per_machine).num_shared == (4 if copies else 0)
 
 
 def test_sixteen_bytes_a_parameter(codellama: ModelSize) -> None:
@@ -215,5 +215,5 @@ def test_the_largest_table_is_a_unit_of_its_own_or_all_outside_the_blocks(name: 
     blocks = [module for module in model.modules() if type(module).__name__ in model._no_split_modules]
     size = ModelSize.of(model, blocks)
     assert size.largest_table == largest
-    copied, through_nccl = (estimate(size, Layout(2, "units", copies=copies), Types()) for copies in (True, False))
+    copied, through_nccl = (estimate(size, Layout(2, "units", num_shared=number), Types()) for number in (4, 0))
     assert copied.gathered - through_nccl.gathered == 4 * 2 * max(size.largest_unit, largest)

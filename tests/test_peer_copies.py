@@ -19,8 +19,22 @@ import sys
 sys.path.insert(0, {str(REPOSITORY)!r})
 from common import peer_copies
 from tests import shared_memory
+def empty(*args, **kwargs):
+    global num_buffers
+    num_buffers += 1
+    return original(*args, **kwargs)
+
+num_buffers, original, shared_memory.empty = 0, shared_memory.empty, empty
 peer_copies.symmetric_memory = shared_memory
-peer_copies.are_reachable = lambda device, num_shards, num_per_machine: num_shards > 1
+
+def replace(*args):
+    replace_nccl(*args)
+    print("before training:", num_buffers, flush=True)
+
+replace_nccl, peer_copies.PeerCopies.replace_nccl = peer_copies.PeerCopies.replace_nccl, replace
+import atexit
+atexit.register(lambda: print("in the end:", num_buffers, flush=True))
+peer_copies.are_reachable = lambda group, device: group.size() > 1
 """
 EVALUATED = [
     "--eval_strategy=steps", "--eval_steps=2", "--rouge_samples=3", "--max_eval_samples=5", "--num_train_epochs=1",
@@ -60,6 +74,9 @@ def test_losses_norms_and_evaluations_are_those_of_fsdp(
     train(forked, tmp_path / "plain", config, num_processes, copies=False, flags=flags)
     output = train(forked, tmp_path / "copies", config, num_processes, copies=True, flags=flags)
     assert "FSDP units: " in output and ", copied between devices" in output
+    # Two for shards, two for gradients: none is made anew in a training step, an evaluation or while generating.
+    for words in ("before training: 4\n", "in the end: 4\n"):
+        assert output.count(words) == num_processes, output
     plain, copied = (tiny.lines(tmp_path / name / "run") for name in ("plain", "copies"))
     measured = ("loss", "grad_norm", "eval_loss", "eval_rougeL")
     assert len(plain) == len(copied) and {key for line in plain for key in line} >= set(measured)
@@ -107,6 +124,7 @@ def test_a_buffer_that_is_still_in_use_is_left_alone(group: dist.ProcessGroup) -
     for _ in range(4):
         buffers.exchange(buffers.allocate(4, torch.float32).fill_(1.0))
     assert held.tolist() == [7.0] * 4
+    assert SharedBuffers.num_bytes == 3 * 4 * 4, "one buffer more, not one at each use"
 
 
 def test_gradients_travel_as_they_were_computed(group: dist.ProcessGroup) -> None:
