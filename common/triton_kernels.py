@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-BLOCK, NUM_WARPS = 1024, 4  # the fastest of six on an H200: 4.15 of the 4.0 TB/s at which torch copies
+BLOCK, NUM_WARPS = 1024, 4  # the fastest of six on an H200: AdamW at 4.15 TB/s, torch copies at 4.0
 
 
 @triton.jit
