@@ -77,7 +77,7 @@ class PeerCopies:
         largest = 0
         for unit in units:
             unit.set_custom_all_gather(_PeerAllGather(self._gathered, self._stream))
-            # Private, seen in torch 2.11-2.13. Otherwise FSDP2 holds a buffer until the next unit is copied out of its own.
+            # Private, seen in torch 2.11-2.13. Otherwise FSDP2 holds a buffer until the next unit has left its own.
             unit._set_unshard_async_op(True)
             if self._gradients is not None and self._dtype is not None:
                 unit.set_custom_reduce_scatter(_ExchangeAndSum(self._gradients, self._dtype))
