@@ -332,7 +332,7 @@ def train(
         if progress.is_evaluation_due or (args.eval_on_start and saved is None):
             evaluate_or_stop(stop)
         model.train()
-        num_steps_here = 0
+        freezing_step = progress.step + NUM_STEPS_TO_FREEZE
         while progress.step < num_steps:
             waiting_since = time.perf_counter()
             micro_batches = next(batches)
@@ -351,8 +351,7 @@ def train(
             learning_rate = float(scheduler.get_last_lr()[0])
             scheduler.step()
             progress.step += 1
-            num_steps_here += 1
-            if num_steps_here == NUM_STEPS_TO_FREEZE:
+            if progress.step == freezing_step:
                 _freeze_objects()
             window.add(result)
             bar.update()

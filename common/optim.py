@@ -73,10 +73,13 @@ class _AdamW(torch.optim.AdamW):
         for group in self.param_groups:
             columns: tuple[list[Any], ...] = ([], [], [], [], [], [])
             self._init_group(group, *columns)
-            rows = list(zip(*columns[:4], columns[5], strict=True))  # parameter, gradient, two averages, steps
-            plain = [tuple(_plain(tensor) for tensor in row) for row in rows]
-            large = [row for row in plain if _has_kernel(row)]
-            small = [row for row, same in zip(rows, plain, strict=True) if not _has_kernel(same)]
+            large, small = [], []
+            for row in zip(*columns[:4], columns[5], strict=True):  # parameter, gradient, two averages, steps
+                plain = tuple(_plain(tensor) for tensor in row)
+                if _has_kernel(plain):
+                    large.append(plain)
+                else:
+                    small.append(row)
             beta1, beta2 = group["betas"]
             if large:
                 from common.triton_kernels import adamw as fast_adamw

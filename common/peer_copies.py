@@ -36,17 +36,18 @@ def are_reachable(group: dist.ProcessGroup, device: torch.device) -> bool:
         and max(indices) < torch.cuda.device_count()
         and all(torch.cuda.can_device_access_peer(device, index) for index in indices if index != device.index)
     )
-    if reaches := _is_everywhere(reaches, device):
+    if reaches := holds_everywhere(reaches, device):
         # What the driver says is not all: a container may forbid to hand memory on.
         try:
             SharedBuffers(group, device, 1, 60_000).reserve(1)
         except RuntimeError:
             reaches = False
         SharedBuffers.num_bytes = 0
-    return _is_everywhere(reaches, device)
+    return holds_everywhere(reaches, device)
 
 
-def _is_everywhere(value: bool, device: torch.device) -> bool:
+def holds_everywhere(value: bool, device: torch.device) -> bool:
+    """Whether the value is true in all processes. Collective."""
     everywhere = torch.tensor(int(value), device=device)
     dist.all_reduce(everywhere, op=dist.ReduceOp.MIN)
     return bool(everywhere.item())
@@ -200,6 +201,11 @@ class _Arrival(dist.Work):
         return True
 
 
+def _peers_from(rank: int, size: int) -> list[int]:
+    """The other ranks, the next one first: not all processes fetch from the same one at once."""
+    return [(rank + offset) % size for offset in range(1, size)]
+
+
 class _PeerAllGather(AllGather):
     """All-gather of a unit: each process fetches the others' shards, in a stream of its own."""
 
@@ -218,7 +224,7 @@ class _PeerAllGather(AllGather):
         with streams.stream(self._stream):
             peers = self._buffers.exchange(output_tensor)
             chunks = output_tensor.view(size, -1)
-            for peer in ((rank + offset) % size for offset in range(1, size)):  # not all from the same one at once
+            for peer in _peers_from(rank, size):
                 chunks[peer].copy_(peers[peer].view(size, -1)[peer])
             return _Arrival(streams)
 
@@ -250,7 +256,7 @@ class _ExchangeAndSum(ReduceScatter):
         rank, size = group.rank(), group.size()
         peers = self._buffers.exchange(input_tensor)
         arrived = input_tensor.new_empty(size - 1, output_tensor.numel())
-        for peer in ((rank + offset) % size for offset in range(1, size)):
+        for peer in _peers_from(rank, size):
             arrived[peer - (peer > rank)].copy_(peers[peer].view(size, -1)[rank])
         scale = 1.0 / size if op == dist.ReduceOp.AVG else 1.0
         _sum(input_tensor.view(size, -1)[rank], arrived, rank, scale, output_tensor)

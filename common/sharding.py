@@ -764,9 +764,8 @@ def _fits_gathered(model: nn.Module) -> bool:
         return True
     free, _ = torch.cuda.mem_get_info()
     free += torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-    fits = torch.tensor(int(2 * sum(p.numel() * p.element_size() for p in parameters) < free), device="cuda")
-    dist.all_reduce(fits, op=dist.ReduceOp.MIN)  # gathering is collective: all processes do the same
-    return bool(fits.item())
+    fits = 2 * sum(p.numel() * p.element_size() for p in parameters) < free
+    return peer_copies.holds_everywhere(fits, parameters[0].device)  # gathering is collective: all do the same
 
 
 def is_sharded(model: nn.Module) -> bool:
