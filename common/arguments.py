@@ -171,7 +171,7 @@ class RefinementArguments:
     peer_copies: bool | None = arg(
         None,
         "FSDP2: gather units and exchange gradients by the GPUs' copy engines instead of NCCL's kernels (default: in "
-        "bf16 and fp16, where the GPUs of each sharded copy of the model reach each other's memory).",
+        "bf16, fp16 and fp8, where the GPUs of each sharded copy of the model reach each other's memory).",
     )
     blocks_per_unit: int | None = arg(None, "FSDP2: consecutive blocks that are gathered together (default: 1).")
     gradient_checkpointing: bool = arg(

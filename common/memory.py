@@ -74,8 +74,8 @@ class Layout:
     """What is there in the compute type besides: nothing but autocast's copies, the units in use, or all of them."""
     is_offloaded: bool = False
     """Parameters, gradients and optimizer are in host memory."""
-    num_shared: int = 0
-    """Buffers of the largest unit's size by which units communicate within a machine (common/peer_copies.py)."""
+    num_shared: float = 0.0
+    """Buffers by which units communicate within a machine (common/peer_copies.py), in sizes of the largest unit."""
 
     @classmethod
     def of_yaml(cls, plan: Mapping[str, Any], num_processes: int, num_per_machine: int | None = None) -> "Layout":
@@ -90,8 +90,8 @@ class Layout:
             gathered: Literal["units", "all"] = "units" if plan.get("fsdp_reshard_after_forward", True) else "all"
             num_shards = max(num_processes // replicas, 1)
             copies = num_shards > 1 and per_machine % num_shards == 0 and not is_offloaded
-            copies = copies and plan.get("mixed_precision") in ("bf16", "fp16")
-            return cls(num_shards, gathered, is_offloaded, 4 if copies else 0)
+            copies = copies and plan.get("mixed_precision") in ("bf16", "fp16", "fp8")
+            return cls(num_shards, gathered, is_offloaded, 2.0 if copies else 0.0)
         return cls.of_fsdp1(str(plan.get("fsdp_sharding_strategy")), num_processes, per_machine, is_offloaded)
 
     @classmethod
@@ -152,7 +152,7 @@ def estimate(size: ModelSize, layout: Layout, types: Types) -> Estimate:
         units = size.rest + 2 * size.largest_unit if layout.gathered == "units" else size.num_parameters
         gathered = min(units, size.num_parameters) * types.compute
         gathered += size.largest_unit * (types.compute + types.reduce)
-        gathered += layout.num_shared * max(size.largest_unit, size.largest_table) * types.compute
+        gathered += round(layout.num_shared * max(size.largest_unit, size.largest_table)) * types.compute
     if layout.is_offloaded:
         return Estimate(0, 0, 0, gathered, host=parameters + gradients + optimizer)
     return Estimate(parameters, gradients, optimizer, gathered)

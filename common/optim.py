@@ -115,13 +115,16 @@ def _has_kernel(row: tuple[torch.Tensor, ...]) -> bool:
 def _scale_fp8_weights_together(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Where weights are gathered in fp8: after an update the scales of all of them, by one reduction over processes.
 
-    Without it torchao finds a weight's scale each time it is gathered, by a reduction of its own.
+    Without it torchao finds a weight's scale each time it is gathered, by a reduction of its own. It converts by three
+    passes over float32, of which one is left here.
     """
     if not any(
         getattr(getattr(module, "config", None), "enable_fsdp_float8_all_gather", False) for module in model.modules()
     ):
         return
-    from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
+    from torchao.float8 import fsdp_utils, precompute_float8_dynamic_scale_for_fsdp
+
+    fsdp_utils.hp_tensor_and_scale_to_float8 = _to_float8
 
     def scale(*_: Any) -> None:
         # A step of rate 0 makes the state that a checkpoint is loaded into: the weights are loaded after it.
@@ -129,6 +132,17 @@ def _scale_fp8_weights_together(model: nn.Module, optimizer: torch.optim.Optimiz
             precompute_float8_dynamic_scale_for_fsdp(model)
 
     optimizer.register_step_post_hook(scale)
+
+
+def _to_float8(tensor: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, *config: Any) -> Any:
+    """In the place of torchao's `hp_tensor_and_scale_to_float8`, by one kernel where there is one."""
+    from torchao.float8.float8_training_tensor import Float8TrainingTensor, hp_tensor_and_scale_to_float8
+
+    if dtype != torch.float8_e4m3fn or not _has_kernel((tensor,)):
+        return hp_tensor_and_scale_to_float8(tensor, scale, dtype, *config)
+    from common.triton_kernels import to_e4m3
+
+    return Float8TrainingTensor(to_e4m3(tensor, scale), scale, tensor.dtype, *config)
 
 
 class _Adafactor(torch.optim.Adafactor):

@@ -1,23 +1,29 @@
 """FSDP2's communication within a machine by the GPUs' copy engines, with gradients summed in float32 on arrival.
 
-NCCL's kernels take multiprocessors from the matrix products beside them. Here a process fetches its peers' parts of a
-unit, and their gradients for its own shard, from memory that all of them map (torch's symmetric memory): copies that
-need no multiprocessor, and one small kernel that waits for the peers. Gradients travel in the 16 bits in which they
-were computed, half of what a reduce-scatter in float32 sends, and are summed in float32 in the order of the ranks.
+NCCL's kernels take multiprocessors from the matrix products beside them. Here processes exchange through memory that
+all of them map (torch's symmetric memory): copies that need no multiprocessor, and one small kernel that waits for the
+peers. A process writes its shard of a unit there in the type of the computation, and the others fetch it straight into
+their whole parameters. Gradients are sent from where autograd left them, in the 16 bits in which they were computed,
+half of what a reduce-scatter in float32 sends, and are summed in float32 in the order of the ranks.
+
+FSDP2 lets others communicate a unit as one vector, into which and out of which it copies all parameters. Three of its
+functions are replaced for units that do without that.
 """
 
 import importlib.util
 import os
 import socket
-import weakref
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory  # no public name in torch 2.11-2.13
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter  # the same
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param_group  # the same
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
+
+ALIGNMENT = 16  # bytes
 
 
 def are_reachable(group: dist.ProcessGroup, device: torch.device) -> bool:
@@ -39,10 +45,9 @@ def are_reachable(group: dist.ProcessGroup, device: torch.device) -> bool:
     if reaches := holds_everywhere(reaches, device):
         # What the driver says is not all: a container may forbid to hand memory on.
         try:
-            SharedBuffers(group, device, 1, 60_000).reserve(1)
+            _SharedBuffer(1, group, device)
         except RuntimeError:
             reaches = False
-        SharedBuffers.num_bytes = 0
     return holds_everywhere(reaches, device)
 
 
@@ -56,136 +61,118 @@ def holds_everywhere(value: bool, device: torch.device) -> bool:
 class PeerCopies:
     """What the units of a sharded model communicate by.
 
-    depth: units that are gathered ahead of the one that runs. dtype: 16-bit type of the gradients, if they are to be
-    summed in float32; None leaves their reduction to NCCL. timeout: seconds that a process waits for its peers.
+    dtype: 16-bit type of the gradients, if they are to be summed in float32; None leaves their reduction to NCCL.
+    timeout: seconds that a process waits for its peers.
     """
 
-    def __init__(
-        self, group: dist.ProcessGroup, device: torch.device, depth: int, dtype: torch.dtype | None, timeout: int
-    ) -> None:
-        self._stream = torch.get_device_module(device).Stream()
-        # One that peers may still be reading, and those ahead of it.
-        self._gathered = SharedBuffers(group, device, 1 + depth, 1000 * timeout)
-        self._gradients = SharedBuffers(group, device, 2, 1000 * timeout) if dtype is not None else None
-        self._dtype = dtype
-        self.num_buffers = 1 + depth + (2 if dtype is not None else 0)
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype | None, timeout: int) -> None:
+        self._num_peers = group.size() - 1
+        self._gather = _PeerAllGather(SharedBuffers(group, device, 1000 * timeout))
+        self._reduce = None if dtype is None else _ExchangeAndSum(SharedBuffers(group, device, 1000 * timeout), dtype)
+        self.num_units = 2.0 / group.size() if dtype is None else 2.0
+        """Memory that it takes, in sizes of the largest unit: two shards of it, and the peers' gradients for one."""
 
     def replace_nccl(self, units: Sequence[Any]) -> None:
         """Make the units gather, and reduce, by copies. They are to be gathered ahead in the forward pass, too.
 
         Their buffers are there afterwards: later the activations would be in their way.
         """
-        largest = 0
+        _fsdp_param_group.foreach_all_gather = _all_gather
+        _fsdp_param_group.foreach_all_gather_copy_out = _all_gather_copy_out
+        _fsdp_collectives.foreach_reduce_scatter_copy_in = _reduce_scatter_copy_in
+        shard_size = gradients_size = 0
         for unit in units:
-            unit.set_custom_all_gather(_PeerAllGather(self._gathered, self._stream))
-            # Private, seen in torch 2.11-2.13. Otherwise FSDP2 holds a buffer until the next unit has left its own.
-            unit._set_unshard_async_op(True)
-            if self._gradients is not None and self._dtype is not None:
-                unit.set_custom_reduce_scatter(_ExchangeAndSum(self._gradients, self._dtype))
-            largest = max(largest, _gathered_bytes(unit))
-        self._gathered.reserve(largest)
-        if self._gradients is not None:
-            self._gradients.reserve(largest)
+            unit.set_custom_all_gather(self._gather)
+            if self._reduce is not None:
+                unit.set_custom_reduce_scatter(self._reduce)
+            if (group := unit._get_fsdp_state()._fsdp_param_group) is None:
+                continue
+            assert all(parameter.fsdp_placement.dim == 0 for parameter in group.fsdp_params), "not sharded by rows"
+            numels = [parameter.padded_sharded_param_size.numel() for parameter in group.fsdp_params]
+            types = [group.mp_policy.param_dtype or parameter.orig_dtype for parameter in group.fsdp_params]
+            sizes = (_aligned(numel * dtype.itemsize) for numel, dtype in zip(numels, types, strict=True))
+            shard_size = max(shard_size, sum(sizes))
+            gradients_size = max(gradients_size, 2 * sum(numels) * self._num_peers)
+        self._gather.buffers.reserve(shard_size)
+        if self._reduce is not None:
+            self._reduce.buffers.reserve(gradients_size)
 
 
-def _gathered_bytes(unit: Any) -> int:
-    """Size of all that the unit gathers, padded to equal shards."""
-    group = unit._get_fsdp_state()._fsdp_param_group
-    if group is None:
-        return 0
-    sizes = (
-        parameter.padded_sharded_param_size.numel()
-        * (group.mp_policy.param_dtype or parameter.sharded_param.dtype).itemsize
-        for parameter in group.fsdp_params
-    )
-    return group.mesh_info.shard_mesh_size * sum(sizes)
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-class SharedBuffers:
-    """Buffers that all processes of a group map, used in turn.
+class _SharedBuffer:
+    """Device memory of each process of a group that all of them map. Making one is collective.
 
-    All processes ask for the same sizes in the same order, so that a buffer's place names the same one everywhere. A
-    buffer may be written again when the peers have read what was in it. That is certain behind the barrier of the use
-    after it: each peer has queued its reading before that barrier, in the same stream.
+    of_rank: the buffer of each process, bytes.
     """
 
-    num_bytes = 0
-    """Memory of all such buffers of this process, which torch's allocator does not count."""
-
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, number: int, timeout_ms: int) -> None:
-        self._group, self._device, self._timeout_ms = group, device, timeout_ms
-        self._streams = torch.get_device_module(device)
-        self._slots = [_Slot() for _ in range(number)]  # in the order of their last uses
-        self._current: _Slot | None = None
-
-    def reserve(self, size: int) -> None:
-        """Make each of the buffers at least so many bytes large. Collective."""
-        for slot in self._slots:
-            if slot.size < size:
-                self._grow(slot, size)
-
-    def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Uninitialized vector, to be written in the current stream."""
-        free = (index for index, slot in enumerate(self._slots[:-1]) if slot.user() is None)
-        if (index := next(free, None)) is None:  # units are gathered in another order than planned
-            self._slots.insert(0, _Slot())
-            index = 0
-        slot, after = self._slots[index : index + 2]
-        needed = numel * dtype.itemsize
-        if slot.size < needed:
-            self._grow(slot, max(needed, *(other.size for other in self._slots)))
-        if after.barrier is not None:
-            self._streams.current_stream().wait_event(after.barrier)
-        assert slot.buffer is not None
-        vector = slot.buffer[:needed].view(dtype)
-        slot.user, self._current = weakref.ref(vector), slot
-        return vector
-
-    def _grow(self, slot: "_Slot", size: int) -> None:
-        self._streams.synchronize()  # this process's copies from and to the old one
-        SharedBuffers.num_bytes += size - slot.size
-        slot.buffer = slot.handle = None
-        slot.size = size
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()  # the new one does not come from torch's allocator
+    def __init__(self, size: int, group: dist.ProcessGroup, device: torch.device) -> None:
+        streams = torch.get_device_module(device)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # the buffer does not come from torch's allocator
         try:
-            slot.buffer = symmetric_memory.empty(size, dtype=torch.uint8, device=self._device)
+            own = symmetric_memory.empty(size, dtype=torch.uint8, device=device)
         except RuntimeError as error:
             if "out of memory" in str(error):
                 raise torch.OutOfMemoryError(f"{error} ({size:,} bytes that processes share)") from error
             raise
         # Its signals are zeroed, and the peers' addresses written, in a stream that no other one waits for.
-        self._streams.synchronize()
-        slot.handle = symmetric_memory.rendezvous(slot.buffer, self._group.group_name)
-        self._streams.synchronize()
-
-    def exchange(self, vector: torch.Tensor) -> list[torch.Tensor]:
-        """What all processes have written to the vector that was allocated last, by rank; queued in the stream."""
-        slot = self._current
-        assert slot is not None and slot.buffer is not None
-        assert vector.data_ptr() == slot.buffer.data_ptr(), "not the last one"
-        slot.handle.barrier(channel=0, timeout_ms=self._timeout_ms)
-        slot.barrier = self._streams.Event()
-        slot.barrier.record(self._streams.current_stream())
-        self._slots.remove(slot)
-        self._slots.append(slot)
-        return [
-            vector if rank == slot.handle.rank else slot.handle.get_buffer(rank, (vector.numel(),), vector.dtype)
-            for rank in range(slot.handle.world_size)
+        streams.synchronize()
+        self._handle = symmetric_memory.rendezvous(own, group.group_name)
+        streams.synchronize()
+        self.size = size
+        self.of_rank = [
+            own if rank == self._handle.rank else self._handle.get_buffer(rank, (size,), torch.uint8)
+            for rank in range(self._handle.world_size)
         ]
 
+    def wait_for_peers(self, timeout_ms: int) -> None:
+        """Barrier in the current stream, behind which the copies that all processes queued before theirs are done."""
+        self._handle.barrier(channel=0, timeout_ms=timeout_ms)
 
-@dataclass(eq=False)
-class _Slot:
-    buffer: torch.Tensor | None = None
-    size: int = 0
-    """Bytes."""
-    handle: Any = None
-    """Of the peers' mappings."""
-    user: Callable[[], torch.Tensor | None] = lambda: None
-    """The vector that was last allocated in it, as long as somebody has it."""
-    barrier: Any = None
-    """Event behind the barrier of the last use."""
+
+class SharedBuffers:
+    """Two buffers that are used in turn, all in the same stream.
+
+    All processes ask for the same sizes in the same order, so that a buffer is the same one everywhere. Whoever gets it
+    may write to it, and to the peers': between its last use and this one lies the barrier of the other buffer's, which
+    each process entered when it had read what was in this one.
+    """
+
+    num_bytes = 0
+    """Memory of all such buffers of this process, which torch's allocator does not count."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, timeout_ms: int) -> None:
+        self._group, self._device, self._timeout_ms = group, device, timeout_ms
+        self._buffers: list[_SharedBuffer | None] = [None, None]
+
+    def reserve(self, size: int) -> None:
+        """Make both at least so many bytes large. Collective."""
+        for _ in self._buffers:
+            self.take(size)
+
+    def take(self, size: int) -> list[torch.Tensor]:
+        """The next buffer of each process, by rank: at least so many bytes. Collective where it has to grow."""
+        self._buffers.reverse()
+        buffer = self._buffers[0]
+        if buffer is None or buffer.size < size:
+            torch.get_device_module(self._device).synchronize()  # copies from and to the old one
+            SharedBuffers.num_bytes += size - (buffer.size if buffer else 0)
+            buffer = self._buffers[0] = None  # before there is another
+            buffer = self._buffers[0] = _SharedBuffer(size, self._group, self._device)
+        return buffer.of_rank
+
+    def wait_for_peers(self) -> None:
+        """What all processes have written to the buffer that was taken last is there; queued in the stream."""
+        assert self._buffers[0] is not None
+        self._buffers[0].wait_for_peers(self._timeout_ms)
+
+
+def _peers_from(rank: int, size: int) -> list[int]:
+    """The other ranks, the next one first: not all processes fetch from the same one at once."""
+    return [(rank + offset) % size for offset in range(1, size)]
 
 
 class _Arrival(dist.Work):
@@ -201,47 +188,105 @@ class _Arrival(dist.Work):
         return True
 
 
-def _peers_from(rank: int, size: int) -> list[int]:
-    """The other ranks, the next one first: not all processes fetch from the same one at once."""
-    return [(rank + offset) % size for offset in range(1, size)]
-
-
 class _PeerAllGather(AllGather):
-    """All-gather of a unit: each process fetches the others' shards, in a stream of its own."""
+    """All-gather of a unit into its parameters: each process fetches the others' shards, in a stream of its own."""
 
-    def __init__(self, buffers: SharedBuffers, stream: Any) -> None:
-        self._buffers, self._stream = buffers, stream
+    def __init__(self, buffers: SharedBuffers) -> None:
+        self.buffers = buffers
+        self._stream: Any = None
 
-    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return self._buffers.allocate(int(size[0]), dtype)
-
-    def __call__(
-        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
-    ) -> dist.Work:
+    def gather(self, parameters: Sequence[FSDPParam], group: dist.ProcessGroup, device: torch.device) -> _Arrival:
         rank, size = group.rank(), group.size()
-        streams = torch.get_device_module(output_tensor.device)
+        streams = torch.get_device_module(device)
+        self._stream = self._stream or streams.Stream()
+        # The optimizer has written the shards there, and their whole parameters get memory that was freed there.
         self._stream.wait_stream(streams.current_stream())
         with streams.stream(self._stream):
-            peers = self._buffers.exchange(output_tensor)
-            chunks = output_tensor.view(size, -1)
+            inputs = [_inputs(parameter) for parameter in parameters]
+        shards, wholes, starts, end = [], [], [], 0
+        for parameter, (tensors, types) in zip(parameters, inputs, strict=True):
+            parameter.init_all_gather_outputs([shard.numel() for shard in tensors], types, size, device)
+            parameter.alloc_all_gather_outputs()
+            for shard, whole in zip(tensors, parameter.all_gather_outputs, strict=True):
+                shards.append(shard)
+                wholes.append(whole.data.view(size, -1))  # .data: autograd may keep the parameter of the last gathering
+                starts.append(end)
+                end += _aligned(shard.numel() * whole.itemsize)
+        with streams.stream(self._stream):
+            buffers = self.buffers.take(end)
+
+            def part(peer: int, whole: torch.Tensor, start: int) -> torch.Tensor:
+                return buffers[peer][start : start + whole[peer].nbytes].view(whole.dtype)
+
+            own = [part(rank, whole, start) for whole, start in zip(wholes, starts, strict=True)]
+            torch._foreach_copy_(own, shards)
+            self.buffers.wait_for_peers()
             for peer in _peers_from(rank, size):
-                chunks[peer].copy_(peers[peer].view(size, -1)[peer])
+                for whole, start in zip(wholes, starts, strict=True):
+                    whole[peer].copy_(part(peer, whole, start))
+            torch._foreach_copy_([whole[rank] for whole in wholes], own)
             return _Arrival(streams)
+
+    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        raise NotImplementedError("units are gathered by _all_gather")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        raise NotImplementedError("units are gathered by _all_gather")
+
+
+def _inputs(parameter: FSDPParam) -> tuple[list[torch.Tensor], list[torch.dtype]]:
+    """What a process has of a parameter, flat, and the types in which it is gathered."""
+    dtype = parameter.param_dtype
+    is_extended = hasattr(parameter._sharded_local_tensor, "fsdp_pre_all_gather")
+    if dtype is None or is_extended or parameter.offload_to_cpu or parameter.sharded_state != ShardedState.SHARDED:
+        tensors = parameter.all_gather_inputs
+        return tensors, [tensor.dtype for tensor in tensors]
+    return [parameter._sharded_param_data], [dtype]  # converted as it is copied
+
+
+def _all_gather(
+    fsdp_params: list[FSDPParam],
+    group: dist.ProcessGroup,
+    async_op: bool,
+    all_gather_copy_in_stream: torch.Stream,
+    all_gather_stream: torch.Stream,
+    device: torch.device,
+    all_gather_comm: AllGather,
+) -> _fsdp_collectives.AllGatherResult | None:
+    """In the place of FSDP2's `foreach_all_gather`."""
+    if not isinstance(all_gather_comm, _PeerAllGather):
+        return _fsdp_collectives.foreach_all_gather(
+            fsdp_params, group, async_op, all_gather_copy_in_stream, all_gather_stream, device, all_gather_comm
+        )
+    with torch.no_grad():
+        arrival = all_gather_comm.gather(fsdp_params, group, device)
+    return _fsdp_collectives.AllGatherResult(torch.empty(0), None, arrival, [], [], [])
+
+
+def _all_gather_copy_out(
+    all_gather_result: _fsdp_collectives.AllGatherResult, fsdp_params: list[FSDPParam], group: dist.ProcessGroup
+) -> None:
+    """In the place of FSDP2's `foreach_all_gather_copy_out`: what was gathered by copies is where it belongs."""
+    if isinstance(all_gather_result.all_gather_work, _Arrival):
+        all_gather_result.all_gather_work.wait()
+    else:
+        _fsdp_collectives.foreach_all_gather_copy_out(all_gather_result, fsdp_params, group)
 
 
 class _ExchangeAndSum(ReduceScatter):
-    """Reduce-scatter of 16-bit gradients into a float32 sum: each process fetches the others' for its shard."""
+    """Reduce-scatter of 16-bit gradients into a float32 sum: each process sends the others those of their shards.
+
+    FSDP2 asks for its input, has `_reduce_scatter_copy_in` fill it, asks for its output, calls it, and keeps the input
+    until the stream of the computation has waited for the sum.
+    """
 
     def __init__(self, buffers: SharedBuffers, dtype: torch.dtype) -> None:
-        self._buffers, self._dtype = buffers, dtype
-        self._input: torch.Tensor | None = None
+        self.buffers, self._dtype = buffers, dtype
+        self._is_input = True
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        # FSDP2 asks for the input, fills it from the gradients, then for the output: both in the type of the sum.
-        if self._input is None:
-            self._input = self._buffers.allocate(int(size[0]), self._dtype)
-            return self._input
-        return torch.empty(*size, dtype=dtype, device=device)
+        self._is_input, is_input = not self._is_input, self._is_input
+        return _Gradients() if is_input else torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self,
@@ -252,14 +297,49 @@ class _ExchangeAndSum(ReduceScatter):
         async_op: bool = False,
     ) -> None:
         assert op in (dist.ReduceOp.AVG, dist.ReduceOp.SUM), op
-        self._input = None
-        rank, size = group.rank(), group.size()
-        peers = self._buffers.exchange(input_tensor)
-        arrived = input_tensor.new_empty(size - 1, output_tensor.numel())
+        assert isinstance(input_tensor, _Gradients)
+        rank, size, numel = group.rank(), group.size(), output_tensor.numel()
+        # Of each gradient a process has as many rows as its first, the last ones fewer.
+        parts, end = [], 0
+        for gradient in input_tensor.gradients:
+            length = -(-gradient.shape[0] // size) * gradient[:1].numel()
+            parts.append((gradient.to(self._dtype).contiguous().view(-1).split(length), end))
+            end += length
+        assert end == numel, (end, numel)
+        buffers = [
+            buffer[: (size - 1) * numel * self._dtype.itemsize].view(self._dtype).view(size - 1, numel)
+            for buffer in self.buffers.take((size - 1) * numel * self._dtype.itemsize)
+        ]
         for peer in _peers_from(rank, size):
-            arrived[peer - (peer > rank)].copy_(peers[peer].view(size, -1)[rank])
+            arrived = buffers[peer][rank - (rank > peer)]
+            for chunks, start in parts:
+                if peer < len(chunks):
+                    arrived[start : start + chunks[peer].numel()].copy_(chunks[peer])
+        self.buffers.wait_for_peers()
         scale = 1.0 / size if op == dist.ReduceOp.AVG else 1.0
-        _sum(input_tensor.view(size, -1)[rank], arrived, rank, scale, output_tensor)
+        for chunks, start in parts:
+            if rank < len(chunks):
+                place = slice(start, start + chunks[rank].numel())
+                _sum(chunks[rank], buffers[rank][:, place], rank, scale, output_tensor[place])
+
+
+class _Gradients(torch.Tensor):
+    """Keeps a unit's gradients, in the place of the vector that FSDP2 copies them into; itself it is empty."""
+
+    gradients: list[torch.Tensor]
+
+
+def _reduce_scatter_copy_in(
+    unsharded_grads: list[torch.Tensor], reduce_scatter_input: torch.Tensor, world_size: int
+) -> None:
+    """In the place of FSDP2's `foreach_reduce_scatter_copy_in`."""
+    if isinstance(reduce_scatter_input, _Gradients):
+        reduce_scatter_input.gradients = list(unsharded_grads)
+    else:
+        _copy_in(unsharded_grads, reduce_scatter_input, world_size)
+
+
+_copy_in = _fsdp_collectives.foreach_reduce_scatter_copy_in
 
 
 def _sum(own: torch.Tensor, arrived: torch.Tensor, rank: int, scale: float, output: torch.Tensor) -> None:

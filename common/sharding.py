@@ -18,6 +18,7 @@ from typing import Any, Literal
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
+import torch._inductor.config
 import torch.distributed as dist
 from accelerate import Accelerator
 from torch import nn
@@ -104,6 +105,9 @@ def prepare_model(
         # its limit of 8 forms dynamo would run them uncompiled, with a warning.
         compile_options = {**compile_options, "dynamic": True}
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, RECOMPILE_LIMIT)
+    if compile_options and strategy.mixed_precision == "fp8":
+        # One kernel that sums rows and columns would also write transposed fp8, byte by byte.
+        torch._inductor.config.triton.mix_order_reduction = False
     for block in blocks:
         _replace_forward(block, recompute, args.recompute_matmuls, offload_activations, compile_options)
     _cast(model, param_dtype(args))
@@ -519,8 +523,7 @@ def _peer_copies(
     group: dist.ProcessGroup, dtype: torch.dtype, args: TrainArguments, accelerator: Accelerator, strategy: Strategy
 ) -> peer_copies.PeerCopies | None:
     """What units communicate by instead of NCCL, if anything. Collective."""
-    # Offload and fp8 can have it; its gain there is not measured.
-    is_default = dtype.itemsize == 2 and not strategy.is_offloaded and strategy.mixed_precision != "fp8"
+    is_default = dtype.itemsize == 2 and not strategy.is_offloaded  # with offload its gain is not measured
     if args.peer_copies is False or (args.peer_copies is None and not is_default):
         return None
     if not peer_copies.are_reachable(group, accelerator.device):
@@ -531,11 +534,9 @@ def _peer_copies(
             )
         return None
     sums_in_float32 = dtype.itemsize == 2 and reduce_dtype(args, strategy) == torch.float32
-    copies = peer_copies.PeerCopies(
-        group, accelerator.device, args.prefetch_depth or 1, dtype if sums_in_float32 else None, args.ddp_timeout
-    )
+    copies = peer_copies.PeerCopies(group, accelerator.device, dtype if sums_in_float32 else None, args.ddp_timeout)
     assert memory.current_run is not None
-    layout = replace(memory.current_run.layout, num_shared=copies.num_buffers)
+    layout = replace(memory.current_run.layout, num_shared=copies.num_units)
     memory.current_run = replace(memory.current_run, layout=layout)
     return copies
 

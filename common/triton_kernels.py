@@ -1,4 +1,4 @@
-"""Triton kernels that read and write each number once: sums of gradients, AdamW's update."""
+"""Triton kernels that read and write each number once: sums of gradients, AdamW's update, weights in fp8."""
 
 import torch
 import triton
@@ -8,7 +8,7 @@ BLOCK, NUM_WARPS = 1024, 4  # the fastest of six on an H200: AdamW at 4.15 TB/s,
 
 
 @triton.jit
-def _sum_rows(own, arrived, output, scale, numel, RANK: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def _sum_rows(own, arrived, output, scale, numel, stride, RANK: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     is_inside = index < numel
     total = tl.zeros((BLOCK,), tl.float32)
@@ -17,17 +17,18 @@ def _sum_rows(own, arrived, output, scale, numel, RANK: tl.constexpr, SIZE: tl.c
             total += tl.load(own + index, is_inside, other=0.0).to(tl.float32)
         else:
             row = tl.full((), rank - 1 if rank > RANK else rank, tl.int64)
-            total += tl.load(arrived + row * numel + index, is_inside, other=0.0).to(tl.float32)
+            total += tl.load(arrived + row * stride + index, is_inside, other=0.0).to(tl.float32)
     tl.store(output + index, total * scale, is_inside)
 
 
 def sum_rows(own: torch.Tensor, arrived: torch.Tensor, rank: int, scale: float, output: torch.Tensor) -> None:
     """output = scale * (own + sum of the rows of arrived) in float32, added in the order of the ranks.
 
-    own, output: (n,); arrived: (ranks - 1, n), the row of each rank but this one's.
+    own, output: (n,); arrived: (ranks - 1, n), the row of each rank but this one's, each contiguous.
     """
-    grid = (triton.cdiv(output.numel(), BLOCK),)
-    _sum_rows[grid](own, arrived, output, scale, output.numel(), rank, arrived.shape[0] + 1, BLOCK, num_warps=NUM_WARPS)
+    numel, num_ranks = output.numel(), arrived.shape[0] + 1
+    grid = (triton.cdiv(numel, BLOCK),)
+    _sum_rows[grid](own, arrived, output, scale, numel, arrived.stride(0), rank, num_ranks, BLOCK, num_warps=NUM_WARPS)
 
 
 @triton.jit
@@ -79,3 +80,20 @@ def adamw(
             numel, BLOCK,
             num_warps=NUM_WARPS,
         )  # fmt: skip
+
+
+@triton.jit
+def _to_e4m3(tensor, scale, output, numel, BLOCK: tl.constexpr):
+    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    is_inside = index < numel
+    scaled = tl.load(tensor + index, is_inside, other=0.0).to(tl.float32) * tl.load(scale)
+    scaled = tl.clamp(scaled, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)  # the type's range
+    tl.store(output + index, scaled.to(tl.float8e4nv), is_inside)
+
+
+def to_e4m3(tensor: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """tensor * scale in float8_e4m3fn, saturated; tensor: contiguous, scale: one number in float32."""
+    output = torch.empty_like(tensor, dtype=torch.float8_e4m3fn)
+    grid = (triton.cdiv(tensor.numel(), BLOCK),)
+    _to_e4m3[grid](tensor, scale, output, tensor.numel(), BLOCK, num_warps=NUM_WARPS)
+    return output

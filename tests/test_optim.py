@@ -344,8 +344,12 @@ def test_adafactor_is_refused_under_fsdp1(forked: ForkedParent, tmp_path: Path) 
 
 
 @pytest.mark.gpu
-def test_fp8_scales_found_together_are_those_found_at_each_gather(tmp_path: Path) -> None:
+def test_fp8_scales_found_together_are_those_found_at_each_gather(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And so are the weights that one kernel converts with them."""
     torchao = pytest.importorskip("torchao.float8")
+    monkeypatch.setattr("common.optim.LARGE", 1)
     torch.cuda.set_device(0)
     dist.init_process_group("nccl", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
     try:

@@ -104,36 +104,60 @@ def group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 def test_buffers_are_used_in_turn_and_grow(group: dist.ProcessGroup) -> None:
-    buffers = SharedBuffers(group, torch.device("cpu"), 2, 1000)
+    buffers = SharedBuffers(group, torch.device("cpu"), 1000)
     places = []
-    for numel in (10, 10, 10, 10, 30, 20, 20, 25):
-        vector = buffers.allocate(numel, torch.float32)
-        assert vector.shape == (numel,) and vector.dtype == torch.float32
-        assert buffers.exchange(vector)[0] is vector
-        places.append(vector.data_ptr())
-        del vector
+    for size in (10, 10, 10, 10, 30, 20, 20, 25):
+        (own,) = buffers.take(size)
+        buffers.wait_for_peers()
+        assert own.dtype == torch.uint8 and own.numel() >= size
+        places.append(own.data_ptr())
+        del own
     assert places[0] == places[2] != places[1] == places[3]
-    assert places[4] == places[6] != places[5] == places[7]  # what grows is as large as the largest
-    assert SharedBuffers.num_bytes == 2 * 30 * 4
+    assert places[4] == places[6] != places[5]
+    assert SharedBuffers.num_bytes == 30 + 25
 
 
-def test_a_buffer_that_is_still_in_use_is_left_alone(group: dist.ProcessGroup) -> None:
-    buffers = SharedBuffers(group, torch.device("cpu"), 2, 1000)
-    held = buffers.allocate(4, torch.float32).fill_(7.0)
-    buffers.exchange(held)
-    for _ in range(4):
-        buffers.exchange(buffers.allocate(4, torch.float32).fill_(1.0))
-    assert held.tolist() == [7.0] * 4
-    assert SharedBuffers.num_bytes == 3 * 4 * 4, "one buffer more, not one at each use"
+EXCHANGE = """
+import torch
+import torch.distributed as dist
+from common import peer_copies
+from tests import shared_memory
+
+dist.init_process_group("gloo")
+peer_copies.symmetric_memory = shared_memory
+rank, size = dist.get_rank(), dist.get_world_size()
+buffers = peer_copies.SharedBuffers(dist.group.WORLD, torch.device("cpu"), 1000)
+exchange = peer_copies._ExchangeAndSum(buffers, torch.bfloat16)
+for step in range(4):
+    random = torch.Generator().manual_seed(step)
+    # Rows for all and for some, one row; matrices are not contiguous.
+    shapes = [(7, 3), (2, 5), (6,), (1, 4, 2), (3 * size, 8)][: 3 + step]
+    gradients = [[torch.randn(shape, generator=random).bfloat16() for shape in shapes] for _ in range(size)]
+    rows = [-(-shape[0] // size) for shape in shapes]
+    numel = sum(number * torch.Size(shape[1:]).numel() for number, shape in zip(rows, shapes))
+    vector, total = (
+        exchange.allocate((n,), dtype=torch.float32, device=torch.device("cpu")) for n in (size * numel, numel)
+    )
+    assert total.shape == (numel,) and total.dtype == torch.float32
+    mine = [g.t().contiguous().t() if g.dim() == 2 else g for g in gradients[rank]]
+    peer_copies._reduce_scatter_copy_in(mine, vector, size)
+    exchange(total, vector, dist.group.WORLD, dist.ReduceOp.AVG if step % 2 else dist.ReduceOp.SUM)
+    start = 0
+    for index, number in enumerate(rows):
+        expected = sum(gradients[r][index].float() for r in range(size)) * (1 / size if step % 2 else 1)
+        expected = expected[rank * number : (rank + 1) * number].flatten()
+        assert torch.equal(total[start : start + expected.numel()], expected), (step, index)
+        start += number * torch.Size(shapes[index][1:]).numel()
+dist.destroy_process_group()
+"""
 
 
-def test_gradients_travel_as_they_were_computed(group: dist.ProcessGroup) -> None:
-    exchange = peer_copies._ExchangeAndSum(SharedBuffers(group, torch.device("cpu"), 2, 1000), torch.bfloat16)
-    for _ in range(2):
-        gradients, total = (exchange.allocate((8,), dtype=torch.float32, device=torch.device("cpu")) for _ in range(2))
-        assert (gradients.dtype, total.dtype) == (torch.bfloat16, torch.float32)
-        exchange(total, gradients.fill_(3.0), group, dist.ReduceOp.AVG)
-        assert total.tolist() == [3.0] * 8
+@pytest.mark.parametrize("num_processes", [2, 3, 4])
+def test_sums_of_gradients_with_any_number_of_rows(num_processes: int, forked: ForkedParent, tmp_path: Path) -> None:
+    script = tmp_path / "exchange.py"
+    script.write_text(EXCHANGE)
+    result = forked.run(script, config="fsdp_full_shard", num_processes=num_processes)
+    assert result.exit_code == 0, result.output
 
 
 def test_offload_has_copies_when_asked(forked: ForkedParent, tmp_path: Path) -> None:
@@ -144,15 +168,6 @@ def test_offload_has_copies_when_asked(forked: ForkedParent, tmp_path: Path) -> 
     assert ", copied between devices" in copied and ", copied between devices" not in plain
     losses = [[line.get("loss") for line in tiny.lines(tmp_path / name / "run")] for name in ("plain", "copies")]
     assert losses[0] == losses[1]
-
-
-def test_only_the_last_allocated_is_exchanged(group: dist.ProcessGroup) -> None:
-    buffers = SharedBuffers(group, torch.device("cpu"), 2, 1000)
-    first = buffers.allocate(4, torch.float32)
-    buffers.exchange(first)
-    buffers.allocate(4, torch.float32)
-    with pytest.raises(AssertionError, match="not the last one"):
-        buffers.exchange(first)
 
 
 def test_sums_are_in_float32_in_the_order_of_the_ranks() -> None:

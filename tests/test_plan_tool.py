@@ -43,7 +43,7 @@ def table(capsys: pytest.CaptureFixture[str], *flags: str) -> dict[str, list[str
 def test_numbers_and_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
     rows = table(capsys, "--num_processes", "1", "4", "16", "--num_gpus", "8", "--device_memory_gib", "12")
     gathered = 2 * (REST + 2 * BLOCK) + 6 * BLOCK
-    copied = gathered + 4 * 2 * BLOCK  # within a machine of 8
+    copied = gathered + 2 * 2 * BLOCK  # within a machine of 8
 
     def cells(*values: float) -> list[str]:
         rooms = [max(0, 0.9 * 12 - value / 2**30) for value in values]
@@ -54,7 +54,7 @@ def test_numbers_and_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
     assert rows["ddp"] == cells(18 * NUM, 18 * NUM, 18 * NUM) + ends == ["11.2 (0, 0)"] * 3 + ends
     assert rows["single_device"] == [*cells(18 * NUM), "-", "-", *ends]
     assert rows["fsdp_full_shard"] == cells(16 * NUM + gathered, 4 * NUM + copied, NUM + gathered) + ends
-    assert rows["fsdp_shard_grad_op"][1:] == cells(6 * NUM + 14 * BLOCK, 3 * NUM + 6 * BLOCK) + ends
+    assert rows["fsdp_shard_grad_op"][1:] == cells(6 * NUM + 10 * BLOCK, 3 * NUM + 6 * BLOCK) + ends
     assert rows["fsdp_hybrid_shard"] == ["-", *cells(8 * NUM + copied, 2 * NUM + copied), *ends]
     halves = ["0.50, 0.12"]  # of a sequence on each process
     assert [row.split()[0] for row in rows["fsdp_context_parallel"]][1:3] == [
@@ -102,7 +102,7 @@ def test_blocks_that_are_gathered_together(
     preset = tmp_path_factory.mktemp("preset") / "own.yaml"
     preset.write_text("blocks_per_unit: 2\n")
     rows = table(capsys, "--config", str(preset), "--num_processes", "4")
-    one_unit = 2 * (REST + 2 * BLOCK) + (6 + 4 * 2) * 2 * BLOCK  # both blocks; there is no next unit
+    one_unit = 2 * (REST + 2 * BLOCK) + (6 + 2 * 2) * 2 * BLOCK  # both blocks; there is no next unit
     assert rows["fsdp_full_shard"][0] == f"{(4 * NUM + one_unit) / 2**30:,.1f}"
 
 
