@@ -1,7 +1,7 @@
 """Context parallelism against full shard on the same batches, and the longest Llama-3-8B sequence that trains.
 
     python benchmarks/context_parallel.py parity --num_processes 2 --output FOLDER
-    python benchmarks/context_parallel.py longest --num_processes 2 --output FOLDER [--settings NAME ...]
+    python benchmarks/context_parallel.py longest --num_processes 2 --output FOLDER [--settings NAME ...] [--lengths N]
 
 Both run recipes/gpt_shakespeare.py through tools/launch.py. `parity`: a small Llama in float32 and bf16, losses and
 gradient norms of 5 steps side by side; its sequences have a length that has to be padded to be cut. `longest`: the
@@ -50,7 +50,8 @@ def main() -> None:
     parser.add_argument("part", choices=["parity", "longest"])
     parser.add_argument("--settings", nargs="+", default=list(LONGEST), choices=list(LONGEST))
     parser.add_argument("--num_processes", type=int, default=2)
-    parser.add_argument("--timeout", type=float, default=120.0, help="seconds for one run, its start included")
+    parser.add_argument("--lengths", nargs="+", type=int, help="instead of the settings' own")
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds for one run, its start included")
     parser.add_argument("--output", required=True, type=Path)
     args = parser.parse_args()
     args.output.mkdir(parents=True, exist_ok=True)
@@ -116,7 +117,7 @@ def series(lines: "list[dict[str, float]] | str") -> str:
 
 def find_longest(name: str, args: argparse.Namespace) -> None:
     config, edits, flags, lengths = LONGEST[name]
-    for length in lengths:
+    for length in args.lengths or lengths:
         overrides = f"--config_overrides=max_position_embeddings={length}"
         lines = train(name, config, edits, length, [overrides, *flags], 2, args)
         result: dict[str, Any] = {"setting": name, "length": length, "num_processes": args.num_processes}
