@@ -465,9 +465,10 @@ def _set_up_process(args: TrainArguments, accelerator: Accelerator, strategy: St
     if not accelerator.is_local_main_process:
         datasets.disable_progress_bars()
         datasets.logging.set_verbosity_error()
-        transformers.utils.logging.disable_progress_bar()
         transformers.utils.logging.set_verbosity_error()
         warnings.simplefilter("ignore")
+    if not (accelerator.is_local_main_process and sys.stderr.isatty()):  # in a file its bars are lines without end
+        transformers.utils.logging.disable_progress_bar()
     if strategy.is_offloaded and accelerator.device.type == "cuda":
         torch.set_num_threads(cores_per_process())  # the launcher leaves one, and the update waits for it
     if args.deterministic:

@@ -171,7 +171,7 @@ def learning_rate(args: OptimizerArguments, step: int, num_steps: int, steps_per
     Warm-up is linear and never 0; linear and cosine decay end at exactly min_learning_rate in the last step, if warm-up
     leaves them two.
     """
-    warmup = round(args.warmup_steps * num_steps) if args.warmup_steps < 1 else round(args.warmup_steps)
+    warmup = _warmup_steps(args, num_steps)
     if step < warmup:
         return args.learning_rate * (step + 1) / (warmup + 1)
     progress = min(1.0, (step - warmup) / max(1, num_steps - 1 - warmup))
@@ -185,6 +185,24 @@ def learning_rate(args: OptimizerArguments, step: int, num_steps: int, steps_per
         epoch = math.floor(step / steps_per_epoch + 1e-9)
         return max(args.min_learning_rate, args.learning_rate * args.lr_gamma**epoch)
     return args.learning_rate
+
+
+def _warmup_steps(args: OptimizerArguments, num_steps: int) -> int:
+    return round(args.warmup_steps * num_steps) if args.warmup_steps < 1 else round(args.warmup_steps)
+
+
+def describe_schedule(args: OptimizerArguments, num_steps: int) -> str:
+    """The learning rate over the run, for the banner."""
+    text = f"{args.lr_scheduler_type}, learning rate {args.learning_rate:g}"
+    if args.lr_scheduler_type == "step":
+        text += f", times {args.lr_gamma:g} each epoch, at least {args.min_learning_rate:g}"
+    elif args.lr_scheduler_type != "constant":
+        text += f" to {args.min_learning_rate:g}"
+    if warmup := _warmup_steps(args, num_steps):
+        text += f" after {warmup:,} steps of warm-up"
+        if warmup >= num_steps:
+            text += f"; WARNING: never reached in {num_steps:,} steps, lower --warmup_steps"
+    return text
 
 
 def build_scheduler(

@@ -39,7 +39,7 @@ from common.models import (
     load_model,
     load_tokenizer,
 )
-from common.optim import build_optimizer, build_scheduler
+from common.optim import build_optimizer, build_scheduler, describe_schedule
 from common.sharding import check_wrapping, describe_units, prepare_model
 from common.tracking import RunLog
 
@@ -265,7 +265,8 @@ def main() -> None:
     sizes = f"{len(train_games):,} training games in {len(train_data):,} examples, {len(eval_games):,} for validation"
     banner(
         args, accelerator, strategy, model=description, sharding=describe_units(model),
-        batch=f"{plan}, {num_steps} steps", data=f"{sizes}; {report}",
+        batch=f"{plan}, {num_steps} steps", schedule=describe_schedule(args, num_steps),
+        data=f"{sizes}; {report}",
     )  # fmt: skip
     data.show_samples(accelerator, args.show_samples, train_data, tokenizer)
     train(

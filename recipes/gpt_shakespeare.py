@@ -48,7 +48,7 @@ from common.models import (
     load_tokenizer,
     max_positions,
 )
-from common.optim import build_optimizer, build_scheduler
+from common.optim import build_optimizer, build_scheduler, describe_schedule
 from common.sharding import check_wrapping, describe_units, prepare_model
 from common.tracking import RunLog
 
@@ -210,7 +210,8 @@ def main() -> None:
     sizes = f"{len(train_data.tokens):,} training and {len(eval_data.tokens):,} validation tokens"
     banner(
         args, accelerator, strategy, model=description, sharding=describe_units(model),
-        batch=f"{plan}, {num_steps} steps", data=f"{sizes}, vocabulary of {len(tokenizer):,}",
+        batch=f"{plan}, {num_steps} steps", schedule=describe_schedule(args, num_steps),
+        data=f"{sizes}, vocabulary of {len(tokenizer):,}",
     )  # fmt: skip
     data.show_samples(accelerator, args.show_samples, train_data, tokenizer)
     train(

@@ -44,7 +44,7 @@ from common.models import (
     load_model,
     load_tokenizer,
 )
-from common.optim import build_optimizer, build_scheduler
+from common.optim import build_optimizer, build_scheduler, describe_schedule
 from common.sharding import check_wrapping, describe_units, prepare_model
 from common.sources import (
     Mixture,
@@ -245,7 +245,8 @@ def main() -> None:
     log = RunLog(args, accelerator, project="llama-pretrain", run_id=checkpoints.tracker_run_id)
     banner(
         args, accelerator, strategy, model=description, sharding=describe_units(model),
-        batch=f"{plan}, {num_steps} steps", data=f"{train_data}; held-out sets: {len(held_out)}",
+        batch=f"{plan}, {num_steps} steps", schedule=describe_schedule(args, num_steps),
+        data=f"{train_data}; held-out sets: {len(held_out)}",
     )  # fmt: skip
     data.show_samples(accelerator, args.show_samples, train_data, tokenizer)
     train(

@@ -41,7 +41,7 @@ from common.models import (
     load_model,
     load_tokenizer,
 )
-from common.optim import build_optimizer, build_scheduler
+from common.optim import build_optimizer, build_scheduler, describe_schedule
 from common.rouge import Rouge, one_sentence_per_line
 from common.sharding import check_wrapping, describe_units, prepare_model
 from common.tracking import RunLog
@@ -265,7 +265,8 @@ def main() -> None:
     log = RunLog(args, accelerator, project="t5-summarize", run_id=checkpoints.tracker_run_id)
     banner(
         args, accelerator, strategy, model=description, sharding=describe_units(model),
-        batch=f"{plan}, {num_steps} steps", data=data.describe(train_data, eval_data, left_out),
+        batch=f"{plan}, {num_steps} steps", schedule=describe_schedule(args, num_steps),
+        data=data.describe(train_data, eval_data, left_out),
     )  # fmt: skip
     data.show_samples(accelerator, args.show_samples, train_data, tokenizer)
     train(

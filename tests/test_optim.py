@@ -29,7 +29,7 @@ from transformers import (
 from common.arguments import OptimizerArguments, TrainArguments, UserError
 from common.launch import Strategy, build_accelerator, run
 from common.losses import token_loss
-from common.optim import LossScale, build_optimizer, build_scheduler, learning_rate
+from common.optim import LossScale, build_optimizer, build_scheduler, describe_schedule, learning_rate
 from common.sharding import base_model, prepare_model
 from tests.forked import REPOSITORY, ForkedParent
 
@@ -341,6 +341,26 @@ def test_adafactor_is_refused_under_fsdp1(forked: ForkedParent, tmp_path: Path) 
         __file__, str(tmp_path), "adafactor", config="fsdp1_full_shard", launcher_flags=["--mixed_precision", "no"]
     )
     assert result.exit_code == 2 and result.output.startswith("error: --optim adafactor"), result.output
+
+
+@pytest.mark.parametrize(
+    ("flags", "num_steps", "expected"),
+    [
+        ({"warmup_steps": 10}, 11, "linear, learning rate 0.0005 to 0 after 10 steps of warm-up"),
+        ({"warmup_steps": 10}, 10, "linear, learning rate 0.0005 to 0 after 10 steps of warm-up; WARNING: never "
+         "reached in 10 steps, lower --warmup_steps"),
+        ({"warmup_steps": 0.1, "lr_scheduler_type": "cosine", "min_learning_rate": 1e-5}, 30000,
+         "cosine, learning rate 0.0005 to 1e-05 after 3,000 steps of warm-up"),
+        ({"lr_scheduler_type": "step", "lr_gamma": 0.85}, 5,
+         "step, learning rate 0.0005, times 0.85 each epoch, at least 0"),
+        ({"lr_scheduler_type": "constant"}, 5, "constant, learning rate 0.0005"),
+    ],
+)  # fmt: skip
+def test_schedules_in_words(flags: dict[str, Any], num_steps: int, expected: str) -> None:
+    args = OptimizerArguments(learning_rate=5e-4, **flags)
+    assert describe_schedule(args, num_steps) == expected
+    rates = [learning_rate(args, step, num_steps, 2.0) for step in range(num_steps)]
+    assert (max(rates) < args.learning_rate) == ("WARNING" in expected)
 
 
 @pytest.mark.gpu
