@@ -36,7 +36,8 @@ KINDS = {
     "optimizer": r"Adam",
     "gather copies": r"split_with_sizes|chunk_cat|CatArray",
     "compiled": r"triton",
-    "foreach (norm, clip)": r"multi_tensor|lpnorm|foreach",
+    "weights to fp8": r"_to_e4m3",
+    "foreach (norm, conversion)": r"multi_tensor|lpnorm|foreach",
     "copies": r"Memcpy|Memset|copy",
 }
 
@@ -78,7 +79,7 @@ def report(profiler: torch.profiler.profile, seconds: float) -> None:
     print(f"step {1000 * seconds / NUM_STEPS:.1f} ms (host); device busy {covered(spans) / NUM_STEPS / 1000:.1f} ms, "
           f"with other work than communication {covered(compute) / NUM_STEPS / 1000:.1f} ms")  # fmt: skip
     for kind, microseconds in by_kind.most_common():
-        print(f"  {kind:<22} {microseconds / NUM_STEPS / 1000:8.1f} ms")
+        print(f"  {kind:<27} {microseconds / NUM_STEPS / 1000:8.1f} ms")
     for name, microseconds in by_name.most_common(32):
         print(f"  {microseconds / NUM_STEPS / 1000:8.2f} ms {calls[name] // NUM_STEPS:>5} x {name[:110]}")
 
