@@ -31,7 +31,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("model", type=user_path, help="folder of an exported model, of a checkpoint, or of a run")
     prompts = parser.add_mutually_exclusive_group(required=True)
     prompts.add_argument("--prompt", help="text to go on from, or to read")
-    prompts.add_argument("--prompt_file", type=user_path, help="UTF-8 text with a prompt in each line; empty lines are left out")
+    prompts.add_argument(
+        "--prompt_file", type=user_path, help="UTF-8 text with a prompt in each line that is not empty"
+    )
     parser.add_argument("--max_new_tokens", type=int, default=200, help="at most, for each prompt; default: 200")
     parser.add_argument("--temperature", type=float, default=0.0, help="of sampling; default 0: the likeliest token")
     parser.add_argument("--top_k", type=int, default=0, help="sample from so many likeliest tokens; default 0: all")
