@@ -89,7 +89,7 @@ class PeerCopies:
                 continue
             assert all(parameter.fsdp_placement.dim == 0 for parameter in group.fsdp_params), "not sharded by rows"
             numels = [parameter.padded_sharded_param_size.numel() for parameter in group.fsdp_params]
-            types = [group.mp_policy.param_dtype or parameter.orig_dtype for parameter in group.fsdp_params]
+            types = [group.mp_policy.param_dtype or parameter.sharded_param.dtype for parameter in group.fsdp_params]
             sizes = (_aligned(numel * dtype.itemsize) for numel, dtype in zip(numels, types, strict=True))
             shard_size = max(shard_size, sum(sizes))
             gradients_size = max(gradients_size, 2 * sum(numels) * self._num_peers)
@@ -178,13 +178,21 @@ def _peers_from(rank: int, size: int) -> list[int]:
 class _Arrival(dist.Work):
     """An all-gather under way in a stream of its own."""
 
-    def __init__(self, streams: Any) -> None:
+    def __init__(self, streams: Any, parameters: Sequence[FSDPParam]) -> None:
         super().__init__()
+        self._parameters = parameters
         self._streams, self._event = streams, streams.Event()
         self._event.record(streams.current_stream())
 
-    def wait(self, timeout: Any = None) -> bool:
+    def arrive(self) -> None:
+        """Let the current stream wait for the parameters."""
         self._streams.current_stream().wait_event(self._event)
+
+    def wait(self, timeout: Any = None) -> bool:
+        """FSDP2's way to throw away what was gathered ahead in vain: before a unit that has no backward pass."""
+        self.arrive()
+        for parameter in self._parameters:
+            parameter.free_unsharded_param()
         return True
 
 
@@ -225,7 +233,7 @@ class _PeerAllGather(AllGather):
                 for whole, start in zip(wholes, starts, strict=True):
                     whole[peer].copy_(part(peer, whole, start))
             torch._foreach_copy_([whole[rank] for whole in wholes], own)
-            return _Arrival(streams)
+            return _Arrival(streams, parameters)
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         raise NotImplementedError("units are gathered by _all_gather")
@@ -268,7 +276,7 @@ def _all_gather_copy_out(
 ) -> None:
     """In the place of FSDP2's `foreach_all_gather_copy_out`: what was gathered by copies is where it belongs."""
     if isinstance(all_gather_result.all_gather_work, _Arrival):
-        all_gather_result.all_gather_work.wait()
+        all_gather_result.all_gather_work.arrive()
     else:
         _fsdp_collectives.foreach_all_gather_copy_out(all_gather_result, fsdp_params, group)
 
@@ -277,7 +285,8 @@ class _ExchangeAndSum(ReduceScatter):
     """Reduce-scatter of 16-bit gradients into a float32 sum: each process sends the others those of their shards.
 
     FSDP2 asks for its input, has `_reduce_scatter_copy_in` fill it, asks for its output, calls it, and keeps the input
-    until the stream of the computation has waited for the sum.
+    until the stream of the computation has waited for the sum. The same parameters have gradients in all processes, as
+    for a reduce-scatter; other sizes are not noticed here.
     """
 
     def __init__(self, buffers: SharedBuffers, dtype: torch.dtype) -> None:
@@ -286,7 +295,7 @@ class _ExchangeAndSum(ReduceScatter):
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         self._is_input, is_input = not self._is_input, self._is_input
-        return _Gradients() if is_input else torch.empty(*size, dtype=dtype, device=device)
+        return torch.empty(0).as_subclass(_Gradients) if is_input else torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self,
@@ -302,8 +311,9 @@ class _ExchangeAndSum(ReduceScatter):
         # Of each gradient a process has as many rows as its first, the last ones fewer.
         parts, end = [], 0
         for gradient in input_tensor.gradients:
+            assert gradient.dtype == self._dtype, f"{gradient.dtype}: summed before, it would be rounded now"
             length = -(-gradient.shape[0] // size) * gradient[:1].numel()
-            parts.append((gradient.to(self._dtype).contiguous().view(-1).split(length), end))
+            parts.append((gradient.contiguous().view(-1).split(length), end))
             end += length
         assert end == numel, (end, numel)
         buffers = [

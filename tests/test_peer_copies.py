@@ -65,8 +65,9 @@ def train(
         ("fsdp_shard_grad_op", 2, ["--per_device_train_batch_size=6"]),
         ("fsdp_full_shard", 3, ["--per_device_train_batch_size=4", "--blocks_per_unit=2"]),
         ("fsdp_hybrid_shard", 4, ["--per_device_train_batch_size=3"]),
+        ("fsdp_full_shard", 2, ["--per_device_train_batch_size=6", "--param_dtype=bfloat16"]),
     ],
-    ids=["full_shard", "shard_grad_op", "three", "hybrid"],
+    ids=["full_shard", "shard_grad_op", "three", "hybrid", "bf16_parameters"],
 )
 def test_losses_norms_and_evaluations_are_those_of_fsdp(
     config: str, num_processes: int, flags: list[str], forked: ForkedParent, tmp_path: Path
@@ -157,6 +158,46 @@ def test_sums_of_gradients_with_any_number_of_rows(num_processes: int, forked: F
     script = tmp_path / "exchange.py"
     script.write_text(EXCHANGE)
     result = forked.run(script, config="fsdp_full_shard", num_processes=num_processes)
+    assert result.exit_code == 0, result.output
+
+
+UNITS = """
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils.flop_counter import FlopCounterMode
+from common import peer_copies
+from tests import shared_memory
+
+dist.init_process_group("gloo")
+torch.accelerator.current_stream = torch.cpu.current_stream  # there is no accelerator
+peer_copies.symmetric_memory = shared_memory
+torch.manual_seed(0)
+model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+model[0].requires_grad_(False)
+for layer in (*model, model):
+    fully_shard(layer, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+for index in range(1, 4):  # the last one that has a backward pass gathers one that has none
+    model[index].set_modules_to_backward_prefetch([model[index - 1]])
+copies = peer_copies.PeerCopies(dist.group.WORLD, torch.device("cpu"), torch.bfloat16, 60)
+copies.replace_nccl([*model, model])
+for _ in range(2):
+    with FlopCounterMode(display=False) as counter:
+        model(torch.ones(2, 8)).sum().backward()
+    assert counter.get_total_flops()
+    for layer in model:
+        for parameter in layer._get_fsdp_state()._fsdp_param_group.fsdp_params:
+            assert all(whole.untyped_storage().size() == 0 for whole in parameter.all_gather_outputs)
+assert model[1].weight.grad is not None and model[0].weight.grad is None
+dist.destroy_process_group()
+"""
+
+
+def test_units_without_a_backward_pass_leave_nothing_behind(forked: ForkedParent, tmp_path: Path) -> None:
+    script = tmp_path / "units.py"
+    script.write_text(UNITS)
+    result = forked.run(script, config="fsdp_full_shard", num_processes=2)
     assert result.exit_code == 0, result.output
 
 
