@@ -116,7 +116,7 @@ class Handle:
         """SIGKILL to all ranks and their children."""
         self.send_signal(signal.SIGKILL)
 
-    def wait(self, timeout: float = 120) -> Result:
+    def wait(self, timeout: float = 240) -> Result:
         """Waits for the end of all ranks; kills them after `timeout` seconds."""
         timed_out = not self._connection.poll(timeout)
         if timed_out:
@@ -196,7 +196,7 @@ class ForkedParent:
             raise ValueError(reply)
         return Handle(connection, output, reply, started)
 
-    def run(self, recipe: str | Path, *flags: str, timeout: float = 120, **options: Any) -> Result:
+    def run(self, recipe: str | Path, *flags: str, timeout: float = 240, **options: Any) -> Result:
         """`start` and `wait`: the arguments of `start`, and `timeout` in seconds."""
         return self.start(recipe, *flags, **options).wait(timeout)
 
