@@ -171,7 +171,7 @@ class SharedBuffers:
 
 
 def _peers_from(rank: int, size: int) -> list[int]:
-    """The other ranks, the next one first: not all processes fetch from the same one at once."""
+    """The other ranks, the next one first: not all processes copy from or to the same one at once."""
     return [(rank + offset) % size for offset in range(1, size)]
 
 
@@ -316,9 +316,9 @@ class _ExchangeAndSum(ReduceScatter):
             parts.append((gradient.contiguous().view(-1).split(length), end))
             end += length
         assert end == numel, (end, numel)
+        num_bytes = (size - 1) * numel * self._dtype.itemsize
         buffers = [
-            buffer[: (size - 1) * numel * self._dtype.itemsize].view(self._dtype).view(size - 1, numel)
-            for buffer in self.buffers.take((size - 1) * numel * self._dtype.itemsize)
+            buffer[:num_bytes].view(self._dtype).view(size - 1, numel) for buffer in self.buffers.take(num_bytes)
         ]
         for peer in _peers_from(rank, size):
             arrived = buffers[peer][rank - (rank > peer)]
